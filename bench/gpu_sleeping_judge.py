@@ -27,7 +27,7 @@ from plaudit.recipe import ModelSettings
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import GenerationRequest, SamplingParams
-from plaudit.reward_models.launch import LaunchedServer
+from plaudit.reward_models.launch import LaunchedModel
 
 OPTIONS = {"vllm": ("--gpu-memory-utilization", "--max-model-len"), "sglang": ("--mem-fraction-static", "--context-length")}
 REQUESTS = [GenerationRequest([], text=f"{i} {'word ' * 200}") for i in range(64)]
@@ -44,7 +44,7 @@ async def seconds(work: Awaitable[None]) -> float:
     return time.perf_counter() - began
 
 
-async def logprobs(server: LaunchedServer) -> list[float]:
+async def logprobs(server: LaunchedModel) -> list[float]:
     """Of eight tokens after a prompt: they show whether the weights are still there. (The tokenizer knows few of a random model's
     tokens, so answers have hardly any text.)"""
     assert server._client is not None
@@ -56,7 +56,7 @@ async def logprobs(server: LaunchedServer) -> list[float]:
     return json.loads(response[1])["choices"][0]["logprobs"]["token_logprobs"]
 
 
-async def measure(server: LaunchedServer, rounds: int) -> dict[str, list[float]]:
+async def measure(server: LaunchedModel, rounds: int) -> dict[str, list[float]]:
     params = SamplingParams(max_new_tokens=64)
     rows: dict[str, list[float]] = {"awake, GB": [], "asleep, GB": [], "to sleep, s": [], "to wake, s": [], "64 answers, s": []}
     before, largest = await logprobs(server), 0.0
@@ -81,7 +81,7 @@ async def run(judge: Path, given: argparse.Namespace) -> None:
     arguments = (f"{share} {given.share}", f"{context} 2048", *given.arguments)
     settings = {"path": str(judge), "placement": "launch", "sleep": True, "program": given.program, "dialect": given.dialect}
     model = RewardModel.model_validate({**settings, "arguments": arguments})
-    server = LaunchedServer(model, ModelLimits(start_timeout_s=900.0), log=judge.parent / "server.log")
+    server = LaunchedModel(model, ModelLimits(start_timeout_s=900.0), log=judge.parent / "server.log")
     without = used_gb()
     try:
         began = time.perf_counter()

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -46,6 +47,14 @@ def open_file_limit() -> int | None:
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the network that leads to the host."""
+    family, kind, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing: the system only chooses the interface
+        return probe.getsockname()[0]
 
 
 def use_huge_pages() -> None:

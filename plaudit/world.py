@@ -44,7 +44,7 @@ class _Done:
 
 
 class Heartbeat:
-    """What a process is doing, for whoever watches it. Without a watcher it is only remembered, for messages."""
+    """What a process is doing, for the process that watches it. Without a watcher it is only remembered, for messages."""
 
     def __init__(self, send: Callable[[str, bool], None] | None = None):
         """`send` is called with what the process does now, and whether it is waiting for the other processes."""

@@ -33,8 +33,8 @@ def up(
     from plaudit.cluster.ray_connection import import_ray
     from plaudit.cluster.ray_node import (
         TOKEN_FILE,
+        free_address,
         node_command,
-        own_address,
         prepare_token,
         start_node,
         token_source,
@@ -49,7 +49,7 @@ def up(
         )
     source = prepare_token()
     join = join and wait_for_address(join, wait)
-    address = join or own_address(port)
+    address = join or free_address(port)
     command = node_command(head=None if join else address, join=join, cpus=cpus, gpus=gpus, temp_dir=temp_dir)
     if block:
         print(_explain(address, source, is_head=join is None), flush=True)

@@ -13,8 +13,8 @@ from plaudit.cluster.nodes import CONNECT_S, Node, answers, describe_need, descr
 from plaudit.cluster.ray_node import (
     PORT,
     NoCluster,
+    free_address,
     node_command,
-    own_address,
     prepare_token,
     start_node,
     token_source,
@@ -98,7 +98,7 @@ def _start_head(nodes: int) -> str:
     source = prepare_token()
     use_token()
     _reread_environment()
-    address = own_address()
+    address = free_address()
     process = start_node(node_command(head=address, tied=True), stdin=subprocess.PIPE)
     atexit.register(_end, process)
     print_line(

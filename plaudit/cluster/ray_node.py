@@ -68,7 +68,7 @@ def use_token() -> None:
 # Nodes ---------------------------------------------------------------------------------------------------------------
 
 
-def own_address(port: int = 0) -> str:
+def free_address(port: int = 0) -> str:
     """HOST:PORT for a cluster that starts here; 0: at a free port."""
     import ray
 
@@ -91,7 +91,7 @@ def wait_for_address(address: str, within_s: float) -> str:
         try:
             with socket.create_connection((host, int(port)), CONNECT_S) as connection:
                 found = connection.getpeername()[0]
-            return f"{found}:{port}" if not found.startswith("127.") else f"{own_address().rpartition(':')[0]}:{port}"
+            return f"{found}:{port}" if not found.startswith("127.") else f"{free_address().rpartition(':')[0]}:{port}"
         except OSError as error:
             if time.monotonic() > deadline:
                 raise NoCluster(

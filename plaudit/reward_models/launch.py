@@ -38,7 +38,7 @@ from plaudit.reward_models.backend import (
     Usage,
 )
 from plaudit.reward_models.server_client import ServerClient
-from plaudit.reward_models.server_program import PROGRAMS, Request
+from plaudit.reward_models.server_program import PROGRAMS, ControlRequest
 from plaudit.servers.process import HOST, LONGEST_PAUSE_S, STOP_S, ServerProcess, Startup, free_port
 from plaudit.types import Failure, Message
 
@@ -52,7 +52,7 @@ DEATH_CAUSES = ("refused", "reset", "half", "http")
 """How calls fail whose server dies (vLLM answers 500 before it exits)."""
 
 
-class LaunchedServer(Backend):
+class LaunchedModel(Backend):
     def __init__(
         self,
         model: RewardModel,
@@ -261,7 +261,7 @@ class LaunchedServer(Backend):
             await self._restart(server, why)
         self._asleep, self._lost = False, None
 
-    async def _control(self, requests: Sequence[Request]) -> str | None:
+    async def _control(self, requests: Sequence[ControlRequest]) -> str | None:
         """Why the server did not do it, if so."""
         assert self._client is not None
         limit = self._limits.sleep_timeout_s

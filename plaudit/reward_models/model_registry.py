@@ -50,9 +50,9 @@ def build_backend(
 
             return ServerClient(settings, limits, scalar=scalar)
         case "launch":
-            from plaudit.reward_models.launch import LaunchedServer
+            from plaudit.reward_models.launch import LaunchedModel
 
-            return LaunchedServer(settings, limits, scalar=scalar)
+            return LaunchedModel(settings, limits, scalar=scalar)
         case _:
             from plaudit.reward_models.local import LocalModel
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from plaudit.errors import PeerFailed, PeerLost, PlauditError, RecipeError, StopRequested
+from plaudit.host import address_towards
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.recipe.rewards import RewardSettings, nested_rewards
@@ -235,10 +236,7 @@ def own_address(machines: Sequence[str]) -> str:
     """This machine's address on the network that connects it with rank 0, or with another of the machines named."""
     for there in filter(None, dict.fromkeys([os.environ.get("MASTER_ADDR"), *machines])):
         with contextlib.suppress(OSError):
-            family, kind, *_, address = socket.getaddrinfo(there, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(address)  # sends nothing: the system only chooses the interface
-                own = probe.getsockname()[0]
+            own = address_towards(there)
             if not ip_address(own.partition("%")[0]).is_loopback:  # as a machine's own name often leads to
                 return own
     raise RecipeError(

@@ -14,7 +14,7 @@ from plaudit.servers.vllm_command import KEY_GATE, VLLM, vllm_environment
 
 
 @dataclass(frozen=True)
-class Request:
+class ControlRequest:
     """That a server does something: a POST."""
 
     path: str
@@ -32,9 +32,9 @@ class ServerProgram:
     """Options of a server for a model that scores."""
     sleeps: Mapping[str, str | None]
     """Options of one that can sleep."""
-    sleep: Sequence[Request]
+    sleep: Sequence[ControlRequest]
     """Weights to host memory, all else dropped, its GPU memory free."""
-    wake: Sequence[Request]
+    wake: Sequence[ControlRequest]
     with_key: Callable[[str, Path, Mapping[str, str]], tuple[list[str], dict[str, str]]]
     """What makes a server refuse requests without the key, those to sleep and to wake too: arguments, and an environment. Given the
     key, a file that may hold it, and the environment that the server inherits."""
@@ -67,8 +67,8 @@ PROGRAMS = {
         tokenizer_option="--tokenizer",
         scalar={"--runner": "pooling"},
         sleeps={"--enable-sleep-mode": None},
-        sleep=[Request("/sleep?level=1")],
-        wake=[Request("/wake_up")],
+        sleep=[ControlRequest("/sleep?level=1")],
+        wake=[ControlRequest("/wake_up")],
         with_key=lambda key, _, inherited: (["--middleware", KEY_GATE], vllm_environment(key, inherited)),
     ),
     "sglang": ServerProgram(
@@ -80,11 +80,11 @@ PROGRAMS = {
         sleeps={"--enable-memory-saver": None, "--enable-weights-cpu-backup": None},
         sleep=[
             # It would not survive a request in flight, as one that was just cancelled may be.
-            Request("/abort_request", {"rid": "", "abort_all": True}),
-            Request("/flush_cache", until_done=True),
-            Request("/release_memory_occupation"),
+            ControlRequest("/abort_request", {"rid": "", "abort_all": True}),
+            ControlRequest("/flush_cache", until_done=True),
+            ControlRequest("/release_memory_occupation"),
         ],
-        wake=[Request("/resume_memory_occupation")],
+        wake=[ControlRequest("/resume_memory_occupation")],
         with_key=lambda key, file, _: (key_arguments(file, key), NO_WORK_FOR_HEALTH),
     ),
 }

@@ -211,7 +211,7 @@ def test_an_address_is_waited_for_and_resolved():
         port = server.getsockname()[1]
         # A machine's own name may lead to its loopback address, at which Ray's other machines do not know it.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ray_node, "own_address", lambda: "10.0.0.7:1")
+            patch.setattr(ray_node, "free_address", lambda: "10.0.0.7:1")
             assert ray_node.wait_for_address(f"localhost:{port}", 0.0) == f"10.0.0.7:{port}"
     with pytest.raises(ray_node.NoCluster, match=rf"no Ray cluster answers at 127\.0\.0\.1:{port} \(.+\)\. Start one there with"):
         ray_node.wait_for_address(f"127.0.0.1:{port}", 0.0)

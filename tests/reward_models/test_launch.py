@@ -19,7 +19,7 @@ from plaudit.errors import RecipeError
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, GenerationRequest, SamplingParams
-from plaudit.reward_models.launch import LaunchedServer
+from plaudit.reward_models.launch import LaunchedModel
 from plaudit.servers.vllm_command import VLLM
 from support.paths import TESTS
 from support.processes import gone
@@ -28,7 +28,7 @@ from support.rows import write_jsonl
 from support.servers import launched, starts
 
 
-def generate(server: LaunchedServer, *contents: str) -> list[Answer]:
+def generate(server: LaunchedModel, *contents: str) -> list[Answer]:
     async def run() -> list[Answer]:
         try:
             await server.open()
@@ -58,7 +58,7 @@ def test_a_temporary_log_is_kept_for_failures_only(program, tmp_path, monkeypatc
     model = launched(program, *arguments).model
     message = ""
     try:
-        answers = generate(LaunchedServer(model, program=[sys.executable, str(program)]), "a")
+        answers = generate(LaunchedModel(model, program=[sys.executable, str(program)]), "a")
         message = answers[0].failure.message if answers[0].failure else ""
     except RecipeError as error:
         message = str(error)
@@ -86,7 +86,7 @@ def test_user_arguments_are_passed_on_and_take_precedence(program):
     assert words[:6] == ["--model", "models/judge", "--host", "127.0.0.1", "--port", "1234"]
     assert words[6:8] == ["--tokenizer", "models/t"]
     assert words[8:13] == ["--tensor-parallel-size", "2", "--max-model-len=4096", "--dtype", "half"]
-    scalar = LaunchedServer(server.model, scalar=True).command
+    scalar = LaunchedModel(server.model, scalar=True).command
     assert scalar[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     assert scalar[scalar.index("--runner") + 1] == "pooling"
 
@@ -104,7 +104,7 @@ def test_user_arguments_are_passed_on_and_take_precedence(program):
     ],
 )
 def test_which_vllm_is_started(program, words):
-    command = LaunchedServer(RewardModel(placement="launch", path="m", program=program)).command
+    command = LaunchedModel(RewardModel(placement="launch", path="m", program=program)).command
     assert command == [*words, "--host", "127.0.0.1", "--port", "0"]
 
 
@@ -112,7 +112,7 @@ def test_without_vllm_the_error_says_what_to_set(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'vllm'\"; exit 1\n")
     python.chmod(0o755)
-    server = LaunchedServer(RewardModel(placement="launch", path="m", program=str(python)), log=tmp_path / "server.log")
+    server = LaunchedModel(RewardModel(placement="launch", path="m", program=str(python)), log=tmp_path / "server.log")
     with pytest.raises(RecipeError, match="Install it, or set program to a vllm installed elsewhere"):
         generate(server, "a")
 
@@ -169,7 +169,7 @@ def test_a_server_that_cannot_start_says_why(program):
     with pytest.raises(RecipeError, match=r"ended before it was ready \(exit code 1, after printing 'ValueError: no such model'\)"):
         generate(server, "a")
     assert len(starts(program)) == 1  # not retried
-    nothing = LaunchedServer(server.model, program=["/no/such/python"], log=program.parent / "other.log")
+    nothing = LaunchedModel(server.model, program=["/no/such/python"], log=program.parent / "other.log")
     with pytest.raises(RecipeError, match="/no/such/python cannot be started: No such file"):
         generate(nothing, "a")
 

@@ -20,7 +20,7 @@ from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models import launch
 from plaudit.reward_models.backend import GenerationRequest, SamplingParams
-from plaudit.reward_models.launch import LaunchedServer
+from plaudit.reward_models.launch import LaunchedModel
 from plaudit.rewards.runner import RewardRunner
 from plaudit.servers.server_command import INSIDE
 from support.processes import gone
@@ -31,7 +31,7 @@ from support.servers import events, launched, length_judge, starts
 SLEEP, WAKE, CALL = "/sleep?level=1", "/wake_up", "/v1/chat/completions"
 
 
-def use(server: LaunchedServer, work: Callable[[], Awaitable[Any]]) -> Any:
+def use(server: LaunchedModel, work: Callable[[], Awaitable[Any]]) -> Any:
     async def run() -> Any:
         try:
             await server.open()
@@ -42,7 +42,7 @@ def use(server: LaunchedServer, work: Callable[[], Awaitable[Any]]) -> Any:
     return asyncio.run(run())
 
 
-async def call(server: LaunchedServer, *contents: str, timeout_s: float = 120.0) -> list[str | None]:
+async def call(server: LaunchedModel, *contents: str, timeout_s: float = 120.0) -> list[str | None]:
     """The text of each answer, after the server's pid; None for failures."""
     requests = [GenerationRequest([{"role": "user", "content": content}]) for content in contents]
     answers = await server.generate(requests, SamplingParams(16, timeout_s=timeout_s))
@@ -256,7 +256,7 @@ def test_a_silent_server_is_restarted_and_its_calls_are_repeated(program, tmp_pa
     server = launched(program, f"--silent {tmp_path / 'silent'}", limits=ModelLimits(retries=0))
 
     async def work() -> list[list[str | None]]:
-        return await asyncio.gather(*(call(server, letter, timeout_s=0.5) for letter in "abc"))
+        return await asyncio.gather(*(call(server, letter, timeout_s=3.0) for letter in "abc"))
 
     assert use(server, work) == [["a"], ["b"], ["c"]]
     assert len(starts(program)) == 2
@@ -347,10 +347,10 @@ def test_sglang_is_launched_and_sleeps(program, tmp_path):
 )
 def test_which_sglang_is_started(settings, words):
     model = RewardModel.model_validate({"placement": "launch", "dialect": "sglang", "path": "m", **settings})
-    command = LaunchedServer(model).command
+    command = LaunchedModel(model).command
     assert command[: len(words)] == words
     assert "--is-embedding" not in command
-    assert "--is-embedding" in LaunchedServer(model, scalar=True).command
+    assert "--is-embedding" in LaunchedModel(model, scalar=True).command
 
 
 def test_sglang_gets_its_key_in_a_file_that_only_we_can_read(program, monkeypatch):

@@ -28,7 +28,7 @@ from plaudit.data.rollouts import parse_group
 from plaudit.recipe import ScoreRecipe
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, SamplingParams, ScalarScore, Usage
-from plaudit.reward_models.launch import LaunchedServer
+from plaudit.reward_models.launch import LaunchedModel
 from plaudit.reward_models.server_client import ServerClient
 from plaudit.rewards.judges.model_rewards import LiveModelReward
 from plaudit.rewards.reward import build
@@ -151,7 +151,7 @@ def models(tmp_path_factory, pairs_file) -> Models:
 def served(path: Path, log: Path, *, scalar: bool) -> Iterator[str]:
     """The URL of a server that was started independently."""
     model = RewardModel(path=str(path), placement="launch", program=str(PYTHON), arguments=tuple(ARGUMENTS))
-    launched = LaunchedServer(model, scalar=scalar)
+    launched = LaunchedModel(model, scalar=scalar)
     launched.port = free_port()
     server = ServerProcess(launched.command, log, {**os.environ, **ENVIRONMENT})
     try:
@@ -410,7 +410,7 @@ def test_a_server_that_sleeps_takes_requests_from_us_only(models, tmp_path):
     """On a CPU vLLM refuses to start in sleep mode; without it, it sleeps and wakes without effect. The routes are the same."""
     arguments = (*ARGUMENTS, "--no-enable-sleep-mode")
     model = RewardModel(path=str(models.judge), placement="launch", program=str(PYTHON), arguments=arguments, sleep=True)
-    server = LaunchedServer(model, environment=ENVIRONMENT, log=tmp_path / "server.log")
+    server = LaunchedModel(model, environment=ENVIRONMENT, log=tmp_path / "server.log")
     question = [GenerationRequest([{"role": "user", "content": "Grade.\nWhat is 3 + 3?\n5"}])]
 
     def status(path: str, body: bytes | None = None) -> int:

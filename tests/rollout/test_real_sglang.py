@@ -2,20 +2,14 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import closing
 
 import psutil
 import pytest
-import torch
 
-from plaudit.data.templates import load_template, load_tokenizer
-from plaudit.models.trainable import load_policy
 from plaudit.prepare.tiny_model import make_tiny_model
-from plaudit.recipe import ModelSettings, RolloutSettings
-from plaudit.rollout.build import build_engine
-from plaudit.rollout.engine import EngineSetup, Sampling, Weights
-from plaudit.world import World
-from support.engine_contract import EngineContract, Subject, requests_of, sharpen
+from plaudit.rollout.engine import Sampling
+from support.engine_contract import EngineContract, Subject, requests_of
+from support.served_subject import served_subject
 
 PYTHON = os.environ.get("PLAUDIT_SGLANG_PYTHON")
 ARGUMENTS = [
@@ -31,14 +25,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(PYTHON is None, reason="needs
 def subject(tmp_path_factory, rows_file) -> Iterator[Subject]:
     folder = tmp_path_factory.mktemp("model")
     make_tiny_model([rows_file], folder, hidden_size=128, layers=2, vocabulary=320)
-    tokenizer = load_tokenizer(str(folder))
-    policy = load_policy(ModelSettings(path=str(folder), dtype="float32"), load_template(tokenizer, None), torch.device("cpu"))
-    model = sharpen(policy.model)
-    server = {"program": PYTHON, "arguments": ARGUMENTS}
-    setup = EngineSetup(RolloutSettings(engine="sglang", server=server), model, tokenizer, World.alone())  # pyright: ignore
-    with closing(build_engine(setup)) as engine:
-        engine.sync(0, Weights(model))
-        yield Subject(engine, model, tokenizer)
+    with served_subject("sglang", folder, {"program": PYTHON, "arguments": ARGUMENTS}) as subject:
+        subject.sync(0)
+        yield subject
 
 
 class TestContract(EngineContract):

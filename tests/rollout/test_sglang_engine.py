@@ -9,18 +9,16 @@ import psutil
 import pytest
 import torch
 
-from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.errors import RecipeError, TrainingStopped
-from plaudit.models.trainable import load_policy
-from plaudit.recipe import ModelSettings, RolloutSettings
-from plaudit.rollout.build import build_engine
-from plaudit.rollout.engine import EngineSetup, Request, Sampling, Weights
+from plaudit.recipe import RolloutSettings
+from plaudit.rollout.engine import EngineSetup, Request, Sampling
 from plaudit.rollout.served import engine as served
 from plaudit.rollout.served.engine import ServedEngine, SglangEngine
 from plaudit.rollout.served.sglang import Sglang
 from plaudit.types import Sample
 from plaudit.world import World
-from support.engine_contract import EngineContract, Subject, changed_weights, prompt_of, requests_of, sharpen
+from support.engine_contract import EngineContract, Subject, changed_weights, prompt_of, requests_of
+from support.served_subject import served_subject
 from support.sglang import stand_in, stand_ins
 
 SILENCE_S = 5.0
@@ -34,15 +32,11 @@ def fault(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def subject(tiny_model, fault) -> Iterator[Subject]:
-    tokenizer = load_tokenizer(str(tiny_model))
-    settings = ModelSettings(path=str(tiny_model), dtype="float32")
-    model = sharpen(load_policy(settings, load_template(tokenizer, None), torch.device("cpu")).model)
     server = stand_in("--enable-memory-saver", f"--fault-file {fault}", restarts=100, silence_s=SILENCE_S)
-    setup = EngineSetup(RolloutSettings(engine="sglang", server=server), model, tokenizer, World.alone())  # pyright: ignore
-    with pytest.MonkeyPatch.context() as patch, closing(build_engine(setup)) as engine:
+    with pytest.MonkeyPatch.context() as patch, served_subject("sglang", tiny_model, server) as subject:
         patch.setattr(served, "PAUSE_S", 0.0)
-        engine.sync(0, Weights(model))
-        yield Subject(engine, model, tokenizer)
+        subject.sync(0)
+        yield subject
 
 
 def tokens_of(subject: Subject) -> dict[tuple[str, int], list[int]]:

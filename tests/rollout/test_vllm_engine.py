@@ -1,22 +1,16 @@
 """A real vLLM server as the engine: the contract of engines, new weights, a server that is killed."""
 
 from collections.abc import Iterator
-from contextlib import closing
 
 import psutil
 import pytest
-import torch
 
-from plaudit.data.templates import load_template, load_tokenizer
-from plaudit.models.trainable import load_policy
 from plaudit.prepare.tiny_model import make_tiny_model
-from plaudit.recipe import ModelSettings, RolloutSettings
-from plaudit.rollout.build import build_engine
-from plaudit.rollout.engine import EngineSetup, Sampling, Weights
+from plaudit.rollout.engine import Sampling
 from plaudit.rollout.served.engine import ServedEngine
 from plaudit.rollout.served.vllm import Vllm
-from plaudit.world import World
-from support.engine_contract import EngineContract, Subject, requests_of, sharpen
+from support.engine_contract import EngineContract, Subject, requests_of
+from support.served_subject import served_subject
 from support.vllm import ARGUMENTS, ENVIRONMENT, PYTHON, needs_vllm
 
 pytestmark = [pytest.mark.slow, needs_vllm]
@@ -26,17 +20,12 @@ pytestmark = [pytest.mark.slow, needs_vllm]
 def subject(tmp_path_factory, rows_file) -> Iterator[Subject]:
     folder = tmp_path_factory.mktemp("model")
     make_tiny_model([rows_file], folder, hidden_size=128, layers=2, vocabulary=320)
-    tokenizer = load_tokenizer(str(folder))
-    policy = load_policy(ModelSettings(path=str(folder), dtype="float32"), load_template(tokenizer, None), torch.device("cpu"))
-    model = sharpen(policy.model)
-    server = {"program": str(PYTHON), "arguments": ARGUMENTS}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        setup = EngineSetup(RolloutSettings(engine="vllm", server=server), model, tokenizer, World.alone())  # pyright: ignore
-        with closing(build_engine(setup)) as engine:
-            engine.sync(0, Weights(model))
-            yield Subject(engine, model, tokenizer)
+        with served_subject("vllm", folder, {"program": str(PYTHON), "arguments": ARGUMENTS}) as subject:
+            subject.sync(0)
+            yield subject
 
 
 class TestContract(EngineContract):

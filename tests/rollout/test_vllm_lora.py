@@ -1,21 +1,17 @@
 """A real vLLM server that is given LoRA adapters: the base's weights once, then only the adapters."""
 
 from collections.abc import Iterator
-from contextlib import closing
 
 import pytest
 import torch
 
-from plaudit.data.templates import load_template, load_tokenizer
-from plaudit.models.trainable import load_policy
 from plaudit.prepare.tiny_model import make_tiny_model
-from plaudit.recipe import LoraSettings, ModelSettings, RolloutSettings
-from plaudit.rollout.build import build_engine
-from plaudit.rollout.engine import EngineSetup, Sampling
+from plaudit.recipe import LoraSettings
+from plaudit.rollout.engine import Sampling
 from plaudit.rollout.served.engine import ServedEngine
 from plaudit.rollout.served.vllm import Vllm
-from plaudit.world import World
-from support.engine_contract import Subject, assert_logprobs, reference_logits, requests_of, sharpen
+from support.engine_contract import Subject, assert_logprobs, reference_logits, requests_of
+from support.served_subject import served_subject
 from support.vllm import ARGUMENTS, ENVIRONMENT, PYTHON, needs_vllm
 
 pytestmark = [pytest.mark.slow, needs_vllm]
@@ -25,16 +21,12 @@ pytestmark = [pytest.mark.slow, needs_vllm]
 def subject(tmp_path_factory, rows_file) -> Iterator[Subject]:
     folder = tmp_path_factory.mktemp("model")
     make_tiny_model([rows_file], folder, hidden_size=128, layers=2, vocabulary=320)
-    tokenizer = load_tokenizer(str(folder))
-    settings = ModelSettings(path=str(folder), dtype="float32", lora=LoraSettings(rank=4, alpha=8.0))
-    model = sharpen(load_policy(settings, load_template(tokenizer, None), torch.device("cpu")).model)
     server = {"program": str(PYTHON), "arguments": ARGUMENTS, "lora": "adapters"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        setup = EngineSetup(RolloutSettings(engine="vllm", server=server), model, tokenizer, World.alone())  # pyright: ignore
-        with closing(build_engine(setup)) as engine:
-            yield Subject(engine, model, tokenizer)
+        with served_subject("vllm", folder, server, LoraSettings(rank=4, alpha=8.0)) as subject:
+            yield subject
 
 
 def test_samples_are_the_adapted_models_after_every_update(subject: Subject, monkeypatch):

@@ -1,6 +1,6 @@
 """A program that serves a judge, in place of vLLM and SGLang. `support.servers.launched` starts it.
 
-Its arguments make it start slowly, have a child, ignore SIGTERM, die or fall silent after some calls, or not sleep. Like vLLM it
+Its arguments make it start slowly, have a child, ignore SIGTERM, die after some calls, be silent, or not sleep. Like vLLM it
 sleeps at /sleep and /wake_up, and like SGLang at /release_memory_occupation and /resume_memory_occupation, where it may have no
 request in flight. With a key, in its environment as for vLLM or in a file as for SGLang, it answers nothing else but /health.
 Asleep it answers no call with 200.
@@ -114,9 +114,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             print("out of memory", flush=True)
             os._exit(7)
         short = body.get("max_tokens") == 1
-        if has("--silent") and first("--silent"):
-            globals()["silent"] = True
-        if globals().get("silent") or (has("--slow") and not short):
+        if silent or (has("--slow") and not short):
             time.sleep(1000)
         time.sleep(float(get("--answer-takes", 0)))
         if self.path == "/v1/completions":
@@ -125,6 +123,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
+    silent = first("--silent")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) if has("--child") else None
     note("--starts", child=child and child.pid, arguments=given, dev_mode=os.environ.get("VLLM_SERVER_DEV_MODE"))
     if has("--stubborn"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.reward_models.launch import LaunchedServer
+from plaudit.reward_models.launch import LaunchedModel
 from support.paths import REPOSITORY
 
 
@@ -25,12 +25,12 @@ def events(program: Path) -> list[str]:
     return [json.loads(line)["path"] for line in (program.parent / "events.jsonl").read_text().splitlines()]
 
 
-def launched(program: Path, *arguments: str, limits: ModelLimits | None = None, stop_s: float = 10.0, **settings) -> LaunchedServer:
+def launched(program: Path, *arguments: str, limits: ModelLimits | None = None, stop_s: float = 10.0, **settings) -> LaunchedModel:
     folder = program.parent
     given = [*arguments, f"--starts {folder / 'starts.jsonl'}", f"--events {folder / 'events.jsonl'}"]
     model = RewardModel.model_validate({"placement": "launch", "path": "models/judge", "arguments": given, **settings})
     limits = limits or ModelLimits(backoff_s=0.01, retries=2)
-    return LaunchedServer(model, program=[sys.executable, str(program)], log=folder / "server.log", limits=limits, stop_s=stop_s)
+    return LaunchedModel(model, program=[sys.executable, str(program)], log=folder / "server.log", limits=limits, stop_s=stop_s)
 
 
 def length_judge(program: Path, **model: Any) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from plaudit.rollout.served.placement import server_gpus, share_urls
 from plaudit.rollout.served.running import RunningServer
 from plaudit.rollout.served.server import PolicyServer
 from plaudit.rollout.served.sglang import Sglang
-from plaudit.rollout.served.shares import Answer, Job, Share
+from plaudit.rollout.served.shares import Job, SampleAnswer, Share
 from plaudit.rollout.served.vllm import Vllm
 from plaudit.rollout.stopping import Stopping, end_tokens_of
 from plaudit.seeding import stable_seed
@@ -130,7 +130,7 @@ class ServedEngine(Engine):
         if self._weights is None and requests:
             raise PlauditError("the engine has no weights yet: call sync first")
         jobs = [job for request in requests for job in self._jobs(request, sampling, stopping)]
-        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[SampleAnswer] = queue.SimpleQueue()
         count = len(self._servers)
         shares = [Share(server, jobs[i::count], self.version, answers) for i, server in enumerate(self._servers)]
         for share in shares:

@@ -2,12 +2,12 @@
 
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from plaudit.errors import RecipeError, TrainingStopped
+from plaudit.host import address_towards
 from plaudit.report.progress import print_line, print_own_warning
 from plaudit.rollout.served.dialect import Dialect, ServerLost
 from plaudit.rollout.served.server import POLL_S, PolicyServer
@@ -87,8 +87,6 @@ class RunningServer(PolicyServer):
         """Of the network interface that leads to the server."""
         parts = urlsplit(self.url)
         try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((parts.hostname, parts.port or 80))  # sends nothing
-                return probe.getsockname()[0]
+            return address_towards(parts.hostname or "")
         except OSError as error:
             raise TrainingStopped(f"rollout.server.url: there is no route to {self.url}: {error.strerror or error}") from None

@@ -29,7 +29,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampleAnswer:
     share: "Share"
     round: int
     job: Job
@@ -45,7 +45,7 @@ class Answer:
 class Share:
     """One server's share of the jobs of a call."""
 
-    def __init__(self, server: PolicyServer, jobs: Iterable[Job], version: int, answers: "queue.SimpleQueue[Answer]"):
+    def __init__(self, server: PolicyServer, jobs: Iterable[Job], version: int, answers: "queue.SimpleQueue[SampleAnswer]"):
         self.server, self.left = server, {job.key: job for job in jobs}
         self.round = 0
         self._version, self._answers = version, answers
@@ -85,4 +85,4 @@ class Share:
             result: Any = await self.server.sample(job.body, self._version)
         except Exception as error:
             result = error
-        self._answers.put(Answer(self, round, job, result))
+        self._answers.put(SampleAnswer(self, round, job, result))

@@ -30,7 +30,7 @@ class Counted(Weights):
 
 
 class Server:
-    """Fails with these errors, one for each attempt, after so many weights."""
+    """Fails with these errors, one for each attempt, after `after` weights."""
 
     def __init__(self, *faults: Exception, after: int = 1):
         self.faults, self.after = list(faults), after

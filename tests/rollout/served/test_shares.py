@@ -11,7 +11,7 @@ import pytest
 from plaudit.rollout.engine import Request
 from plaudit.rollout.served import shares
 from plaudit.rollout.served.dialect import ServerLost
-from plaudit.rollout.served.shares import Answer, Job, Share
+from plaudit.rollout.served.shares import Job, SampleAnswer, Share
 
 
 class Clock:
@@ -23,7 +23,7 @@ class Clock:
 
 
 class Server:
-    """Runs what is submitted when it is told to."""
+    """Runs what was submitted once the test says so."""
 
     reports_progress = True
 
@@ -59,7 +59,7 @@ def clock(monkeypatch) -> Clock:
 
 
 @pytest.fixture
-def answers() -> "queue.SimpleQueue[Answer]":
+def answers() -> "queue.SimpleQueue[SampleAnswer]":
     return queue.SimpleQueue()
 
 
@@ -75,7 +75,7 @@ def share(clock, server, answers) -> Share:
 
 
 def wait(share: Share, clock: Clock, server: Server, seconds: int) -> float:
-    """What it says after so many seconds, queried once per second."""
+    """What it returns after this many seconds, queried once per second."""
     silent = 0.0
     for _ in range(seconds):
         clock.now += 1.0
