@@ -4,7 +4,8 @@
     inputs/           rows and functions that a call from Python brought along
     run.json          versions, git state, threads and processes, the recipe, data, model and template, trackers' ids, restarts
     metrics.jsonl     one line per step; names under `time/` depend on the machine, all others are exact and repeat
-    curves.png        the same, drawn
+    ranks.jsonl       with several processes, one line per step and process: where its time went, its memory
+    curves.png        the metrics, drawn
     reference.safetensors    DPO: the reference's log-probs of every pair
     samples/          RL: every sample with its scores, a parquet file per step; validation's too
     failures/         RL: the samples a reward failed on, when that stopped the run
@@ -40,6 +41,7 @@ from plaudit.data.templates import ChatTemplate
 from plaudit.errors import Interrupted, PlauditError, RunError, StopRequested, TrainingStopped
 from plaudit.explain import to_yaml
 from plaudit.files import atomic_folder, remove_leftovers, try_lock, write_atomic
+from plaudit.metrics_files import MetricsFiles
 from plaudit.output_folder import other_entries, require_run_folder
 from plaudit.recipe import ScoreRecipe
 from plaudit.recipe_file import COMMAND_LINE
@@ -47,7 +49,6 @@ from plaudit.redaction import redact
 from plaudit.report import curves
 from plaudit.report.progress import print_line
 from plaudit.report.samples import samples_to_follow, write_samples
-from plaudit.run_folder import read_metrics
 from plaudit.run_identity import Computing, advice, compare, describe_run, read_description
 from plaudit.run_progress import checkpoint_folders
 from plaudit.saving import Saver
@@ -57,8 +58,8 @@ from plaudit.types import ScoredGroup
 from plaudit.world import World
 
 WRITTEN = (
-    "recipe.yaml", "run.json", "metrics.jsonl", "curves.png", "samples", "failures", "scores.sqlite", "reference.safetensors",
-    "checkpoints", "best", "model", "critic",
+    "recipe.yaml", "run.json", "metrics.jsonl", "ranks.jsonl", "curves.png", "samples", "failures", "scores.sqlite",
+    "reference.safetensors", "checkpoints", "best", "model", "critic",
 )  # fmt: skip
 DRAW_EVERY_S = 60.0  # at checkpoints; drawing takes as long as many small steps
 
@@ -96,7 +97,7 @@ class Run:
         self.folder = Path(self.recipe.run.dir)
         self.saver = Saver(self.folder, self.recipe.run, world)
         self.checkpoints = self.folder / "checkpoints"
-        self.metrics_file = self.folder / "metrics.jsonl"
+        self._metrics = MetricsFiles(self.folder, world)
         self.interrupted = False
         self.sharding = "none"
         """What the processes divide among themselves, once that is decided."""
@@ -263,10 +264,9 @@ class Run:
     def _continue_records(self, step: int) -> None:
         """Metrics, samples and trackers, from this checkpoint on; -1: there is none."""
         self._record_computing(resumed=step >= 0)
-        kept = [row for row in self.metrics() if row["step"] < step + (self.unvalidated is None)]
         with clear_write_errors(self.folder, self.checkpoints):
             self.saver.link_best(self._best_step())  # the previous process may have been killed between checkpoint and link
-            write_atomic(self.metrics_file, "".join(map(_line, kept)))
+            self._metrics.keep_before(step + (self.unvalidated is None))
             self._drop_samples_after(step)
         self._trackers = Trackers(self.recipe.run.trackers, self.folder, self.recipe, self.description["trackers"], max(step, 0))
         with clear_write_errors(self.folder, self.checkpoints):
@@ -283,17 +283,15 @@ class Run:
     # Recording
 
     def metrics(self) -> list[dict[str, float]]:
-        return read_metrics(self.metrics_file)
+        return self._metrics.read()
 
     def log(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Write a step's metrics; returns them with the time since the last."""
         now = time.monotonic()
         row = {"step": step, **metrics, **self.saver.take_times(), "time/step_s": now - self._step_began}
         self._step_began = now
-        row = {name: round(value, 4) if name.startswith("time/") else value for name, value in row.items()}
-        if self.world.leads:
-            with clear_write_errors(self.metrics_file, self.checkpoints), self.metrics_file.open("a", encoding="utf-8") as file:
-                file.write(_line(row))
+        with clear_write_errors(self._metrics.of_run, self.checkpoints):
+            row = self._metrics.append(row)
         if self._trackers is not None:
             self._trackers.log(step, row)
         return row
@@ -440,8 +438,3 @@ class Run:
         if self._loaded.overridden_by == COMMAND_LINE:
             return f"Resume with: {redact(shlex.join(['plaudit', *sys.argv[1:]]))}"
         return f"Resume with the same call, or: plaudit {self.recipe.stage} {shlex.quote(str(self.folder / 'recipe.yaml'))}"
-
-
-def _line(row: dict[str, float]) -> str:
-    """Of metrics.jsonl. JSON has no NaN or infinity, so a number that is not finite is null."""
-    return json.dumps({name: value if math.isfinite(value) else None for name, value in row.items()}) + "\n"

@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 """`role` and `content`, plus any other keys the chat template reads (`tool_calls`, `reasoning_content`, `name`)."""
 
+TOKEN_BYTES = 32
+"""Of the secret by which processes of a run know each other."""
+
+
+@dataclass(frozen=True)
+class RewardWorkers:
+    """Processes of a run beside its ranks, each with one reward model, and where they answer the ranks' calls."""
+
+    token: bytes
+    """Random, and known to the processes of this run only."""
+    addresses: tuple[tuple[str, int], ...] = ()
+
 
 @dataclass(frozen=True)
 class Conversation:

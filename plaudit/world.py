@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plaudit.errors import ProcessFailed
+from plaudit.types import RewardWorkers
 
 T = TypeVar("T")
 # torch renames these, and warns of the old names.
@@ -139,6 +140,8 @@ class World:
     """For exchanges in other threads than the first."""
     local_size: int | None = None
     """Processes of this machine, with consecutive ranks; None: all."""
+    reward_workers: RewardWorkers | None = None
+    """Where reward models with GPUs of their own are."""
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> Self:
@@ -152,6 +155,7 @@ class World:
         heartbeat: Heartbeat | None = None,
         timeout: timedelta | None = None,
         local_size: int | None = None,
+        reward_workers: RewardWorkers | None = None,
     ) -> Self:
         """All processes of torch.distributed's default group, which the caller has initialised (gloo on CPUs, NCCL on GPUs).
         `timeout`: for exchanges in the background."""
@@ -160,7 +164,7 @@ class World:
         beats = heartbeat or Heartbeat()
         return cls(
             dist.get_rank(), dist.get_world_size(), torch.device(device), True, beats,
-            background_group=apart, timeout=timeout, local_size=local_size,
+            background_group=apart, timeout=timeout, local_size=local_size, reward_workers=reward_workers,
         )  # fmt: skip
 
     @property

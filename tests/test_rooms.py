@@ -38,6 +38,7 @@ LEVELS = [
     ["trackers"],
     ["run_identity"],
     ["run_folder"],
+    ["metrics_files"],
     ["saving"],
     ["run"],
     ["inputs", "options"],

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Self
@@ -37,6 +37,8 @@ class WatchedGroup(ABC):
         """Signals that were not passed on yet."""
         self._stop_requests = 0
         self._stop_by: float | None = None
+        self._workers_listen: dict[int, tuple[str, int]] = {}
+        """The addresses of reward workers."""
 
     @abstractmethod
     def __enter__(self) -> Self:
@@ -110,8 +112,8 @@ class WatchedGroup(ABC):
 
     # Watching
 
-    def _watch_ranks(self, size: int, culprit_s: float = CULPRIT_S) -> None:
-        self._watch = Watch(size, self._recipe.cluster.timeout_s, culprit_s=culprit_s)
+    def _watch_ranks(self, size: int, culprit_s: float = CULPRIT_S, workers: Sequence[str] = ()) -> None:
+        self._watch = Watch(size, self._recipe.cluster.timeout_s, culprit_s=culprit_s, workers=workers)
 
     def _look(self, wait_s: float) -> None:
         """Handle what arrives within this time, and signals that this process has received."""
@@ -124,9 +126,11 @@ class WatchedGroup(ABC):
         if event.status is not None:
             if "port" in event.status:
                 self._send_port(event.status["port"])
+            if "listening" in event.status:
+                self._workers_listen[event.rank] = tuple(event.status["listening"])
             self._watch.heard(event.rank, event.status)
         elif event.stream is not None:
-            self._logs.write(event.rank, event.line)
+            self._logs.write(self._watch.label(event.rank), event.line)
             if event.rank == 0:
                 stream = sys.stdout if event.stream == "stdout" else sys.stderr
                 print(redact(event.line), file=stream, flush=True)
@@ -135,11 +139,10 @@ class WatchedGroup(ABC):
         elif self._watch.ranks[event.rank].exit_code is None:
             self._watch.ended(event.rank, -signal.SIGKILL if event.exit_code is None else event.exit_code, lost=event.lost)
 
-    @staticmethod
-    def _print(text: str, rank: int | None) -> None:
+    def _print(self, text: str, rank: int | None) -> None:
         """With the rank in front of every line; rank 0's progress bar may be on the current one."""
         start = "\r\x1b[2K" if sys.stderr.isatty() else ""
-        name = "" if rank is None else f"rank {rank}: "
+        name = "" if rank is None else f"{self._watch.label(rank)}: "
         sys.stderr.write("".join(f"{start}{name}{line}\n" for line in redact(text).splitlines()))
         sys.stderr.flush()
 
@@ -166,7 +169,7 @@ class WatchedGroup(ABC):
     def _wait_for_exits(self, within_s: float) -> None:
         """Reading on: a rank whose output nobody reads could not end."""
         deadline = time.monotonic() + within_s
-        while any(state.exit_code is None for state in self._watch.ranks) and (left := deadline - time.monotonic()) > 0:
+        while any(state.exit_code is None for state in self._watch.training) and (left := deadline - time.monotonic()) > 0:
             self._look(min(left, LOOK_EVERY_S))
 
     # Signals
@@ -211,18 +214,21 @@ class WatchedGroup(ABC):
 
 
 class RankLogs:
-    """What ranks write, in the run folder: logs/rank_0003.log. Files are made when something is written."""
+    """What processes write, in the run folder: logs/rank_0003.log. Files are made when something is written."""
 
     def __init__(self, run_folder: Path):
         self._folder = run_folder.absolute() / "logs"
-        self._files: dict[int, IO[str]] = {}
+        self._files: dict[str, IO[str]] = {}
 
-    def write(self, rank: int, line: str) -> None:
+    def write(self, label: str, line: str) -> None:
+        """`label`: `rank 3`"""
         with contextlib.suppress(OSError):  # a full disk ends the run with a message of its own
-            if rank not in self._files:
+            if label not in self._files:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._files[rank] = (self._folder / f"rank_{rank:04d}.log").open("a", buffering=1, encoding="utf-8")
-            self._files[rank].write(redact(line) + "\n")
+                *words, number = label.split()
+                name = "_".join([*words, number.zfill(4)])
+                self._files[label] = (self._folder / f"{name}.log").open("a", buffering=1, encoding="utf-8")
+            self._files[label].write(redact(line) + "\n")
 
     def close(self) -> None:
         while self._files:

@@ -17,6 +17,7 @@ from plaudit.models.devices import resolve_device
 from plaudit.recipe import TrainingRecipe
 from plaudit.report.progress import follow, print_line
 from plaudit.threads import share_cores
+from plaudit.types import RewardWorkers
 from plaudit.world import Heartbeat, World
 
 UNLIMITED = timedelta(days=30)
@@ -27,7 +28,12 @@ REPEATABLE_NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 
 @contextmanager
 def join(
-    ranks: RankInfo, recipe: TrainingRecipe, *, store: Store | None = None, heartbeat: Heartbeat | None = None
+    ranks: RankInfo,
+    recipe: TrainingRecipe,
+    *,
+    store: Store | None = None,
+    heartbeat: Heartbeat | None = None,
+    reward_workers: RewardWorkers | None = None,
 ) -> Iterator[World]:
     """The world of this process, one of `ranks`, until the block ends. `store`: where the processes find each other (default: at
     the address and port of `ranks`). `heartbeat`: given if the process is watched; otherwise collectives have the time limit."""
@@ -58,7 +64,7 @@ def join(
         device_id=device if "nccl" in backend else None,
     )
     try:
-        world = World.joined(device, heartbeat, timeout, ranks.local_size)
+        world = World.joined(device, heartbeat, timeout, ranks.local_size, reward_workers)
         world.heartbeat.begin_phase("loading")
         yield world
         world.wait("the end of the run")  # or the others would lose rank 0's store while they leave

@@ -4,27 +4,28 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 from plaudit.cluster.group import WatchedGroup
 from plaudit.cluster.process import MachineRanks, RankEvent, RankStart
 from plaudit.cluster.rank import RankJob
 from plaudit.cluster.ranks import TORCHRUN, RankInfo
+from plaudit.cluster.reward_worker import WorkerPlan
 from plaudit.recipe import TrainingRecipe
 from plaudit.report.progress import console
 
 LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}
 
 
-def rank_group(job: RankJob, count: int, recipe: TrainingRecipe) -> WatchedGroup:
-    """On this machine, or on several."""
+def rank_group(job: RankJob, count: int, recipe: TrainingRecipe, workers: Sequence[WorkerPlan] = ()) -> WatchedGroup:
+    """On this machine, or on several, where reward workers may be placed beside the ranks."""
     if recipe.cluster.nodes == 1:
         return RankGroup(job, count, recipe)
 
     from plaudit.cluster.ray_group import RayRankGroup
 
-    return RayRankGroup(job, recipe)
+    return RayRankGroup(job, recipe, workers)
 
 
 class RankGroup(WatchedGroup):

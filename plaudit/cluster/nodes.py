@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from plaudit.cluster.ranks import TORCHRUN, RankInfo
+from plaudit.cluster.ranks import TORCHRUN, RankInfo, WorkerInfo
 from plaudit.errors import RecipeError
 from plaudit.recipe import TrainingRecipe
 
@@ -38,6 +38,12 @@ class Node:
 class RankPlace:
     node: Node
     ranks: RankInfo
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    node: Node
+    ranks: WorkerInfo
 
 
 def assign_ranks(nodes: Iterable[Node], per_node: int, first: str) -> list[RankPlace]:
@@ -85,14 +91,14 @@ def suffices(nodes: Iterable[Node], count: int, per_node: int) -> bool:
 
 def describe_nodes(nodes: Sequence[Node], resource: str) -> str:
     """`10.0.0.1: 8 GPUs (2 free), 10.0.0.2: 8 GPUs (8 free)`"""
-    return ", ".join(f"{node.address}: {_counted(node.total, resource)} ({node.free} free)" for node in nodes) or "no machines"
+    return ", ".join(f"{node.address}: {counted(node.total, resource)} ({node.free} free)" for node in nodes) or "no machines"
 
 
 def describe_need(count: int, per_node: int, resource: str) -> str:
-    return f"{_counted(count, 'machine')} with {_counted(per_node, resource)} free" + (" each" if count > 1 else "")
+    return f"{counted(count, 'machine')} with {counted(per_node, resource)} free" + (" each" if count > 1 else "")
 
 
-def _counted(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from plaudit.cluster.rank import SHOW_STACK, Assignment
-from plaudit.cluster.ranks import RankInfo
+from plaudit.cluster.ranks import RankInfo, WorkerInfo
 from plaudit.cluster.watch import hanging_frames
 from plaudit.recipe import TrainingRecipe
+from plaudit.types import RewardWorkers
 
 PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from plaudit.cluster.rank import main; main()"
 GUARD = "trap '' TERM INT HUP; read line; kill -KILL 0"
@@ -40,9 +41,9 @@ KILLED_S = 60.0
 class RankStart:
     """What is needed to start a rank."""
 
-    ranks: RankInfo
+    ranks: RankInfo | WorkerInfo
     job: bytes
-    """A pickled RankJob."""
+    """A pickled RankJob, or WorkerJob."""
     recipe: TrainingRecipe
     argv: list[str]
     quiet: bool
@@ -51,6 +52,8 @@ class RankStart:
     """Where modules are found."""
     has_terminal: bool
     """Whether it writes to this process's stdout and stderr."""
+    reward_workers: RewardWorkers | None = None
+    """Of a run that has any."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class RankProcess:
             os.set_blocking(pipe.fileno(), False)
         self._partial = dict.fromkeys(self.pipes, b"")
         given = Assignment(
-            start.ranks, start.job, start.recipe, start.argv, start.quiet, status_theirs, self._stack.fileno()
+            start.ranks, start.job, start.recipe, start.argv, start.quiet, status_theirs, self._stack.fileno(), start.reward_workers
         )  # fmt: skip
         self.send(pickle.dumps(given))
 

@@ -15,9 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from plaudit.cluster.ranks import RankInfo
+from plaudit.cluster.ranks import RankInfo, WorkerInfo
 from plaudit.cluster.status import RankFailure, StatusPipe
 from plaudit.recipe import TrainingRecipe
+from plaudit.types import RewardWorkers
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -34,9 +35,9 @@ SHOW_STACK = signal.SIGUSR1
 class Assignment:
     """What a rank is given."""
 
-    ranks: RankInfo
+    ranks: RankInfo | WorkerInfo
     job: bytes
-    """A pickled RankJob: to read it may import anything, and take its time."""
+    """A pickled RankJob, or WorkerJob: to read it may import anything, and take its time."""
     recipe: TrainingRecipe
     argv: list[str]
     """The command's, for messages."""
@@ -44,6 +45,7 @@ class Assignment:
     status_fd: int
     stack_fd: int
     """Where the stacks of its threads are written if it crashes or is asked for them."""
+    reward_workers: RewardWorkers | None
 
 
 class Lifeline:
@@ -74,7 +76,7 @@ def main(work: "RankMain | None" = None) -> None:
     os.dup2(null, 0)
     os.close(null)
     given: Assignment = pickle.load(_Unbuffered(lifeline_pipe))
-    run_rank(given, Lifeline(lifeline_pipe), work or join_and_work)
+    run_rank(given, Lifeline(lifeline_pipe), work or _program(given))
 
 
 def run_rank(given: Assignment, lifeline: Lifeline, work: "RankMain") -> None:
@@ -101,17 +103,27 @@ def run_rank(given: Assignment, lifeline: Lifeline, work: "RankMain") -> None:
 RankMain = Callable[[Assignment, Lifeline, StatusPipe], Any]
 
 
+def _program(given: Assignment) -> RankMain:
+    if isinstance(given.ranks, RankInfo):
+        return join_and_work
+
+    from plaudit.cluster.reward_worker import serve
+
+    return serve
+
+
 def join_and_work(given: Assignment, lifeline: Lifeline, status: StatusPipe) -> Any:
     from plaudit.cluster.join import join
     from plaudit.report.progress import set_quiet
     from plaudit.world import Heartbeat
 
+    assert isinstance(given.ranks, RankInfo)
     set_quiet(given.quiet)
     job: RankJob = pickle.loads(given.job)
     heartbeat = Heartbeat(status.beat)
     heartbeat.beat("the other processes to start", waiting=True)
     store = _store(given.ranks, lifeline, status)
-    with join(given.ranks, given.recipe, store=store, heartbeat=heartbeat) as world:
+    with join(given.ranks, given.recipe, store=store, heartbeat=heartbeat, reward_workers=given.reward_workers) as world:
         return job(world)
 
 

@@ -44,6 +44,20 @@ class RankInfo:
                 )
 
 
+@dataclass(frozen=True)
+class WorkerInfo:
+    """A process beside those that train, with a reward model."""
+
+    rank: int
+    """Workers come after the processes that train."""
+    size: int
+    """How many train."""
+    address: str
+    """Of the machine where rank 0 runs."""
+    host: str
+    """The address of its own machine."""
+
+
 def ranks_from_environment(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
     """What torchrun or srun has set; None if neither started this process."""
     if "RANK" in environment or "WORLD_SIZE" in environment:

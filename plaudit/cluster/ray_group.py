@@ -7,22 +7,36 @@ this process ── calls ──▶ RankActor on a machine ── stdin, signals
 import contextlib
 import os
 import pickle
+import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from plaudit import __version__
-from plaudit.cluster.group import GRACE_S, WatchedGroup
-from plaudit.cluster.nodes import Node, RankPlace, answers, assign_ranks, describe_need, describe_nodes, runs_in_copy
+from plaudit.cluster.group import GRACE_S, LOOK_EVERY_S, STOP_SIGNALS, WatchedGroup
+from plaudit.cluster.nodes import (
+    Node,
+    RankPlace,
+    WorkerPlace,
+    answers,
+    assign_ranks,
+    counted,
+    describe_need,
+    describe_nodes,
+    runs_in_copy,
+)
 from plaudit.cluster.process import KILLED_S, RankEvent, RankStart
 from plaudit.cluster.rank import RankJob
+from plaudit.cluster.ranks import WorkerInfo
 from plaudit.cluster.ray_actor import actor_class
-from plaudit.cluster.ray_connection import connect, live_nodes, wait_for_nodes
+from plaudit.cluster.ray_connection import connect, live_nodes, resource_of, wait_for_nodes
+from plaudit.cluster.reward_worker import WorkerPlan
 from plaudit.errors import PlauditError, ProcessFailed
 from plaudit.recipe import TrainingRecipe
 from plaudit.report.progress import console
+from plaudit.types import TOKEN_BYTES, RewardWorkers
 
 LISTEN_S = 1.0
 """How long an actor waits for something to relay."""
@@ -37,29 +51,30 @@ CULPRIT_S = 30.0
 
 
 class RayRankGroup(WatchedGroup):
-    def __init__(self, job: RankJob, recipe: TrainingRecipe):
+    def __init__(self, job: RankJob, recipe: TrainingRecipe, workers: Sequence[WorkerPlan] = ()):
         super().__init__(recipe)
-        self._job = job
+        self._job, self._workers = job, workers
         self._actors: dict[int, Any] = {}
+        """Of the ranks, then of the reward workers."""
         self._places: list[RankPlace] = []
+        self._worker_places: list[WorkerPlace] = []
         self._pending: dict[Any, int] = {}
         """Calls of `listen` that have not returned, and their ranks."""
         self._lost: set[int] = set()
-        self._placement: Any = None
+        self._placements: list[Any] = []
 
     def __enter__(self) -> Self:
         connect(self._recipe)
         try:
             resource, per_node = wait_for_nodes(self._recipe)
             self._places = assign_ranks(self._reserve(resource, per_node), per_node, self._own_node())
-            self._create_actors(resource)
-            self._start_ranks()
+            self._watch_ranks(len(self._places), CULPRIT_S, [worker.model for worker in self._workers])
+            if self._workers:
+                self._worker_places = self._reserve_workers(resource)
+            self._start_ranks(resource, self._start_workers(resource))
         except BaseException:
             self.__exit__()
             raise
-        self._watch_ranks(len(self._places), CULPRIT_S)
-        for rank in self._actors:
-            self._listen_to(rank)
         return self
 
     def _end(self) -> list[str]:
@@ -67,19 +82,31 @@ class RayRankGroup(WatchedGroup):
         from ray.exceptions import RayError
         from ray.util import remove_placement_group
 
+        self._stop_workers()
         closing = {rank: actor.close.remote() for rank, actor in self._actors.items() if rank not in self._lost}
         self._await(list(closing.values()), KILLED_S + GRACE_S)
         stuck = []
         for rank, call in closing.items():
             with contextlib.suppress(RayError):  # an actor that is gone has left nothing
-                stuck += [f"{name} on {self._places[rank].node.address}" for name in ray.get(call, timeout=0.0)]
+                stuck += [f"{name} on {self._place(rank).node.address}" for name in ray.get(call, timeout=0.0)]
         while self._actors:
             with contextlib.suppress(RayError):
                 ray.kill(self._actors.popitem()[1])
-        if self._placement is not None:
+        while self._placements:
             with contextlib.suppress(RayError):
-                remove_placement_group(self._placement)
+                remove_placement_group(self._placements.pop())
         return stuck
+
+    def _stop_workers(self) -> None:
+        """They end their models' servers in good order; ranks that could need them are gone, or are about to be."""
+        workers = [rank for rank in self._actors if rank >= len(self._places) and rank not in self._lost]
+        self._await([self._actors[rank].signal.remote(int(signal.SIGTERM)) for rank in workers], SIGNAL_S)
+        deadline = time.monotonic() + GRACE_S
+        while any(self._watch.ranks[rank].exit_code is None for rank in workers) and (left := deadline - time.monotonic()) > 0:
+            self._look(min(left, LOOK_EVERY_S))
+
+    def _place(self, rank: int) -> RankPlace | WorkerPlace:
+        return [*self._places, *self._worker_places][rank]
 
     @staticmethod
     def _await(calls: list[Any], within_s: float) -> None:
@@ -99,49 +126,90 @@ class RayRankGroup(WatchedGroup):
 
     def _reserve(self, resource: str, per_node: int) -> list[Node]:
         """`per_node` of each of `cluster.nodes` machines. STRICT_SPREAD: never two parts on one machine."""
-        from ray.util import placement_group, placement_group_table
-
         count = self._recipe.cluster.nodes
-        self._placement = placement_group([{resource: per_node}] * count, strategy="STRICT_SPREAD")
-        if not self._placement.wait(PLACE_S):
-            need, has = describe_need(count, per_node, resource), describe_nodes(live_nodes(resource), resource)
-            raise ProcessFailed(f"Ray could not reserve {need} within {PLACE_S:g} s; the cluster has {has}.")
-        self._bundles = {node: int(i) for i, node in placement_group_table(self._placement)["bundles_to_node_id"].items()}
+        need = describe_need(count, per_node, resource)
+        self._bundles = {node: i for i, node in self._reserved([{resource: per_node}] * count, "STRICT_SPREAD", need).items()}
         nodes = [node for node in live_nodes(resource) if node.id in self._bundles]
         if len(nodes) < count:
             raise ProcessFailed(f"{count - len(nodes)} of the {count} machines that Ray had reserved are gone.")
         return nodes
 
-    def _create_actors(self, resource: str) -> None:
+    def _reserve_workers(self, resource: str) -> list[WorkerPlace]:
+        """What is left by the ranks, for each worker on one machine."""
+        need = " and ".join(f"{counted(worker.gpus, resource)} for {worker.model} (model.gpus)" for worker in self._workers)
+        found = self._reserved([{resource: worker.gpus} for worker in self._workers], "PACK", need)
+        nodes = {node.id: node for node in live_nodes(resource)}
+        if gone := set(found.values()) - nodes.keys():
+            raise ProcessFailed(f"{len(gone)} of the machines that Ray had reserved for reward models are gone.")
+        size, leader = len(self._places), self._places[0].node.address
+        return [
+            WorkerPlace(node := nodes[found[i]], WorkerInfo(size + i, size, leader, node.address))
+            for i in range(len(self._workers))
+        ]
+
+    def _reserved(self, bundles: list[dict[str, float]], strategy: str, need: str) -> dict[int, str]:
+        """The id of the machine that has each bundle."""
+        from ray.util import placement_group, placement_group_table
+
+        self._placements.append(placement := placement_group(bundles, strategy=strategy))
+        if not placement.wait(PLACE_S):
+            has = describe_nodes(live_nodes(resource_of(self._recipe)), resource_of(self._recipe))
+            raise ProcessFailed(f"Ray could not reserve {need} within {PLACE_S:g} s; the cluster has {has}.")
+        return {int(i): node for i, node in placement_group_table(placement)["bundles_to_node_id"].items()}
+
+    def _start_workers(self, resource: str) -> RewardWorkers | None:
+        """Until all of them listen."""
+        if not self._workers:
+            return None
+        workers = RewardWorkers(secrets.token_bytes(TOKEN_BYTES))
+        placement, jobs = self._placements[-1], [pickle.dumps(worker.job) for worker in self._workers]
+        for i, worker in enumerate(self._workers):
+            self._create_actor(len(self._places) + i, placement, i, resource, worker.gpus)
+        self._start(self._worker_places, jobs, workers)
+        while len(self._workers_listen) < len(self._workers):
+            self._look(LOOK_EVERY_S)
+            if (verdict := self._watch.verdict()) is not None:
+                raise verdict.error
+        self._watch.resumed()  # the ranks start only now
+        return RewardWorkers(workers.token, tuple(address for _, address in sorted(self._workers_listen.items())))
+
+    def _start_ranks(self, resource: str, workers: RewardWorkers | None) -> None:
+        for place in self._places:
+            self._create_actor(place.ranks.rank, self._placements[0], self._bundles[place.node.id], resource, 1)
+        self._start(self._places, [pickle.dumps(self._job)] * len(self._places), workers)
+
+    def _create_actor(self, rank: int, placement: Any, bundle: int, resource: str, count: int) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        kind = actor_class()
-        takes = {"num_gpus": 1, "num_cpus": 0} if resource == "GPU" else {"num_cpus": 1}
-        for place in self._places:
-            strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=self._bundles[place.node.id])
-            self._actors[place.ranks.rank] = kind.options(**takes, scheduling_strategy=strategy).remote()
+        takes = {"num_gpus": count, "num_cpus": 0} if resource == "GPU" else {"num_cpus": count}
+        strategy = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=bundle)
+        self._actors[rank] = actor_class().options(**takes, scheduling_strategy=strategy).remote()
 
-    def _start_ranks(self) -> None:
+    def _start(self, places: Sequence[RankPlace | WorkerPlace], jobs: Sequence[bytes], workers: RewardWorkers | None) -> None:
+        """Processes whose actors were created, and listen to them."""
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
-        job, environment = pickle.dumps(self._job), dict(os.environ)
-        folder = None if runs_in_copy() else os.getcwd()
+        environment, folder = dict(os.environ), None if runs_in_copy() else os.getcwd()
         calls = []
-        for place in self._places:
-            start = RankStart(place.ranks, job, self._recipe, sys.argv, console.quiet, environment, path=(), has_terminal=False)
+        for place, job in zip(places, jobs, strict=True):
+            start = RankStart(place.ranks, job, self._recipe, sys.argv, console.quiet, environment, (), False, workers)
             calls.append(self._actors[place.ranks.rank].start.remote(start, place.node.address, __version__, folder))
         deadline = time.monotonic() + ACTOR_S
-        for place, call in zip(self._places, calls, strict=True):
+        for place, call in zip(places, calls, strict=True):
+            name = self._watch.label(place.ranks.rank)
             try:
                 problem: Any = ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
             except GetTimeoutError:
-                name = f"rank {place.ranks.rank} on {place.node.address}"
-                raise ProcessFailed(f"the Ray actor of {name} has not started within {ACTOR_S:g} s.") from None
+                raise ProcessFailed(
+                    f"the Ray actor of {name} on {place.node.address} has not started within {ACTOR_S:g} s."
+                ) from None
             except RayActorError:
-                raise ProcessFailed(f"rank {place.ranks.rank} was lost: {_cause(place)}.") from None
+                raise ProcessFailed(f"{name} was lost: {_cause(place)}.") from None
             if problem:
                 raise PlauditError(problem)
+        for place in places:
+            self._listen_to(place.ranks.rank)
 
     # Watching
 
@@ -164,19 +232,21 @@ class RayRankGroup(WatchedGroup):
                 raise
             except RayError:
                 self._lost.add(rank)
-                yield RankEvent(rank, lost=_cause(self._places[rank]))
+                yield RankEvent(rank, lost=_cause(self._place(rank)))
                 continue
             yield from events
             if not any(event.is_end for event in events):
                 self._listen_to(rank)
 
     def _signal(self, number: signal.Signals) -> None:
-        # At once: this process may be about to suspend itself.
-        self._await([actor.signal.remote(int(number)) for actor in self._actors.values()], SIGNAL_S)
+        # At once: this process may be about to suspend itself. Reward workers are stopped when no rank needs them any more.
+        stops = number in STOP_SIGNALS
+        actors = [actor for rank, actor in self._actors.items() if rank < len(self._places) or not stops]
+        self._await([actor.signal.remote(int(number)) for actor in actors], SIGNAL_S)
 
     def _send_port(self, port: int) -> None:
-        for actor in self._actors.values():
-            actor.send_port.remote(port)
+        for place in self._places:
+            self._actors[place.ranks.rank].send_port.remote(port)
 
     def _request_stacks(self, ranks: set[int]) -> None:
         for rank in ranks:
@@ -197,7 +267,7 @@ class RayRankGroup(WatchedGroup):
         return found
 
 
-def _cause(place: RankPlace) -> str:
+def _cause(place: RankPlace | WorkerPlace) -> str:
     """Whether the machine is gone, or only the actor."""
     where = f"{place.node.address} (Ray node {place.node.id[:8]})"
     if answers(place.node):

@@ -89,6 +89,10 @@ class StatusPipe:
     def port(self, port: int) -> None:
         self._send({"port": port})
 
+    def listening(self, host: str, port: int) -> None:
+        """For calls to its reward model."""
+        self._send({"listening": [host, port]})
+
     def done(self, result: Any) -> None:
         self._ended = True
         self._send({"done": None if result is None else str(result)})

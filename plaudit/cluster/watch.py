@@ -7,7 +7,7 @@ report, or its end, is waited for. A silent rank is to blame unless it waits for
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,10 +62,20 @@ class Verdict:
 
 
 class Watch:
-    def __init__(self, size: int, timeout_s: float, clock: Callable[[], float] = time.monotonic, *, culprit_s: float = CULPRIT_S):
-        """`culprit_s`: how long the report of the rank that is to blame may come after those of its peers."""
+    def __init__(
+        self,
+        size: int,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        culprit_s: float = CULPRIT_S,
+        workers: Sequence[str] = (),
+    ):
+        """`culprit_s`: how long the report of the rank that is to blame may come after those of its peers. `workers`: the models of
+        reward workers, which come after the ranks."""
         self._timeout_s, self._clock, self._culprit_s = timeout_s, clock, culprit_s
-        self.ranks = [RankState(clock()) for _ in range(size)]
+        self._size, self._workers = size, workers
+        self.ranks = [RankState(clock()) for _ in range(size + len(workers))]
         self._first_failure_at: float | None = None
         self._order: list[int] = []
         """Ranks that failed, in the order of their reports."""
@@ -106,7 +116,15 @@ class Watch:
 
     @property
     def all_done(self) -> bool:
-        return all(state.done for state in self.ranks)
+        return all(state.done for state in self.training)
+
+    @property
+    def training(self) -> list[RankState]:
+        """Without the reward workers, which end only when they are stopped."""
+        return self.ranks[: self._size]
+
+    def label(self, rank: int) -> str:
+        return f"rank {rank}" if rank < self._size else f"reward worker {rank - self._size}"
 
     def verdict(self) -> Verdict | None:
         """None while there is no reason to stop."""
@@ -157,13 +175,14 @@ class Watch:
         if silent:
             longest = sorted(silent, key=lambda r: silent[r].heard_at)
             return Verdict(longest[0], ProcessFailed(self._silence(longest)), silent=tuple(silent))
-        waiting = [s for s in alive.values() if s.waiting is not None and now - s.heard_at > self._timeout_s]
-        if alive and len(waiting) == len(alive):
-            where = ", ".join(f"{self._name(rank)} for '{state.waiting}'" for rank, state in alive.items())
+        training = {rank: state for rank, state in alive.items() if rank < self._size}
+        waiting = [s for s in training.values() if s.waiting is not None and now - s.heard_at > self._timeout_s]
+        if training and len(waiting) == len(training):
+            where = ", ".join(f"{self._name(rank)} for '{state.waiting}'" for rank, state in training.items())
             done = [str(rank) for rank, state in enumerate(self.ranks) if state.done]
             over = f"; rank {' and '.join(done)} has finished" if done else ""
             message = f"all processes have waited for each other for {self._timeout_s:g} s: {where}{over}. {RAISE}"
-            return Verdict(None, ProcessFailed(message), silent=tuple(alive))
+            return Verdict(None, ProcessFailed(message), silent=tuple(training))
         return None
 
     def _limit_s(self, rank: int) -> float:
@@ -171,7 +190,8 @@ class Watch:
         return self._timeout_s if started else max(self._timeout_s, START_S)
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} ({self.ranks[rank].doing})"
+        model = "" if rank < self._size else f"{self._workers[rank - self._size]}, "
+        return f"{self.label(rank)} ({model}{self.ranks[rank].doing})"
 
     def _silence(self, silent: list[int]) -> str:
         """Those that were heard of first come first: the others may hang because they do."""

@@ -23,12 +23,12 @@ from plaudit.models.memory import count_parameters
 from plaudit.models.scalar import scalar_blocks
 from plaudit.models.trainable import resolve_dtype
 from plaudit.recipe.limits import JudgeLimits, Limits
+from plaudit.recipe.model_owners import deal_models, models_of
 from plaudit.recipe.rewards import RewardSettings, View
 from plaudit.redaction import redact
 from plaudit.reward_models.backend import Backend, GenerationRequest, ModelInfo
 from plaudit.reward_models.divided import require_several_processes
 from plaudit.reward_models.model_registry import build_backend
-from plaudit.reward_models.peers import deal_models, models_of
 from plaudit.rewards.client import ROW_FAULTS
 from plaudit.rewards.judges.model_rewards import ModelReward, find_live_model_rewards, inner_rewards, shortened
 from plaudit.rewards.judges.templates import question_of
@@ -136,6 +136,8 @@ class ModelRewardCheck:
                 facts.append(f"divided: {', '.join(f'{block} on rank {rank}' for rank, block in ranks)}")
         elif model.placement == "launch":
             facts.append("in a launched server")
+        if model.gpus is not None:
+            facts.append(f"in the run on {model.gpus} GPU{'s' if model.gpus > 1 else ''} of its own")
         facts.append(f"context {info.context:,} tokens" if info.context else "context unknown")
         default = "messages rendered by the server" if info.template is None else "its own chat template"
         facts.append(f"chat template {model.chat_template}" if model.chat_template else default)

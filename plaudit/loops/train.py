@@ -17,6 +17,7 @@ from plaudit.recipe import RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.run_progress import RunProgress
 
 if TYPE_CHECKING:
+    from plaudit.cluster.reward_worker import WorkerPlan
     from plaudit.world import World
 
 
@@ -31,7 +32,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         with join(ranks, recipe) as world:
             return train_in(world, loaded, sources)
     if (count := _processes(recipe)) > 1 or recipe.cluster.nodes > 1:
-        start = partial(rank_group, partial(train_in, loaded=loaded, sources=sources), count, recipe)
+        job = partial(train_in, loaded=loaded, sources=sources)
+        start = partial(rank_group, job, count, recipe, _reward_workers(recipe))
         progress = RunProgress(Path(recipe.run.dir), flatten(recipe))
         return Path(run_ranks(start, recipe.cluster.restarts, progress) or "")
 
@@ -60,6 +62,15 @@ def _processes(recipe: TrainingRecipe) -> int:
     import torch
 
     return process_count(recipe, torch.cuda.device_count())
+
+
+def _reward_workers(recipe: TrainingRecipe) -> "list[WorkerPlan]":
+    if recipe.cluster.nodes == 1:  # no need to import the reward models here
+        return []
+
+    from plaudit.reward_models.worker import plan_workers
+
+    return plan_workers(recipe)
 
 
 @contextmanager

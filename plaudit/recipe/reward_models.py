@@ -42,6 +42,10 @@ class RewardModel(Section):
     """placement: resident, offload or launch, with several processes (cluster.gpus). The one that has the model and answers the
     calls of all, from 0; all: a copy in each; a list ([0, 1]): a scalar model that is too large for one GPU, its layers divided
     among these. Default: models are dealt to the processes in turn."""
+    gpus: PositiveInt | None = None
+    """placement: resident or launch, on several machines (cluster.nodes). GPUs of its own (CPUs, if the machines have no GPUs),
+    wherever Ray finds that many free on one machine: a process there has only this model and answers the calls of all. Default: it
+    shares the GPU of a rank."""
     max_prompt_tokens: PositiveInt | None = None
     """Longest prompt; a response that makes it longer is malformed, not truncated. Default: what the model's context leaves."""
     program: str | None = None
@@ -75,6 +79,14 @@ class RewardModel(Section):
             raise ValueError("placement: launch starts vLLM or SGLang: set dialect to vllm or sglang")
         if self.placement == "server" and self.rank is not None:
             raise ValueError("rank belongs to placement: resident, offload and launch; a server is reached by all processes")
+        if self.gpus is not None and (self.placement not in ("resident", "launch") or self.sleep):
+            raise ValueError("gpus are the model's own: they belong to placement: resident, and to launch without sleep")
+        if self.gpus is not None and self.rank is not None:
+            raise ValueError("rank: a process that trains has the model; gpus: another one has it. Give one of them")
+        if self.gpus is not None and self.gpus > 1 and self.placement == "resident":
+            raise ValueError(
+                f"gpus: a resident model uses one. Divide it with placement: launch, arguments: {DIVIDED_BY_SERVER} {self.gpus}"
+            )
         if isinstance(self.rank, tuple):
             self._check_ranks(self.rank)
         return self

@@ -17,6 +17,7 @@ from pydantic import (
 from plaudit.objectives.registry import ESTIMATORS, POLICY_LOSSES, described
 from plaudit.recipe.audit import AuditSettings
 from plaudit.recipe.limits import ModelLimits
+from plaudit.recipe.model_owners import models_of, models_with_gpus
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.recipe.rewards import Rewards, nested_rewards
 from plaudit.recipe.rollout import SERVED_ENGINES, RolloutSettings, ValidationSettings
@@ -335,6 +336,15 @@ class RLRecipe(Section):
         if server.lora == "adapters" and (self.rollout.lag or self.cluster.sharding == "full"):
             setting = "rollout.lag" if self.rollout.lag else "cluster.sharding full"
             raise ValueError(f"rollout.server.lora adapters: with {setting} all weights are sent, merged; set it to auto")
+        return self
+
+    @model_validator(mode="after")
+    def _require_machines_for_models(self) -> "RLRecipe":
+        if self.cluster.nodes == 1 and (with_gpus := models_with_gpus(models_of(self.rewards))):
+            raise ValueError(
+                f"rewards: {with_gpus[0][0].path} has model.gpus, which Ray finds on several machines (cluster.nodes). On one, "
+                "choose its server's GPUs: placement: launch, program: env CUDA_VISIBLE_DEVICES=7 vllm"
+            )
         return self
 
     @model_validator(mode="after")

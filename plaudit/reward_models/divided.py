@@ -62,6 +62,10 @@ class BlockInput:
 
 def require_several_processes(model: RewardModel) -> None:
     """Called where there is only one."""
+    if model.gpus is not None:
+        raise RecipeError(
+            f"{model.path}: model.gpus is for runs on several machines (cluster.nodes), where Ray finds them. Leave it out here"
+        )
     if isinstance(model.rank, tuple):
         raise RecipeError(
             f"{model.path}: model.rank is {list(model.rank)}, but there is only one process. To train with it, set "

@@ -20,9 +20,9 @@ from typing import Any
 
 from plaudit import errors
 from plaudit.errors import PeerFailed, PeerLost, PlauditError, RecipeError, StopRequested
+from plaudit.types import TOKEN_BYTES
 
 LENGTH, RANK, COUNT = struct.Struct("!Q"), struct.Struct("!I"), struct.Struct("!I")
-TOKEN_BYTES = 32
 MAX_MESSAGE_BYTES = 256 * 2**20
 """Without arrays: a group's conversations are a few megabytes."""
 MAX_ARRAY_BYTES = 8 * 2**30

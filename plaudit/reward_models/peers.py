@@ -3,6 +3,7 @@
     resident, offload, launch   in the process that `model.rank` names; otherwise models are dealt to the processes in turn
     rank: all                   a copy in each
     rank: [0, 1]                a block of its layers in each of these; the first owns the model (`divided.py`)
+    gpus: 2                     in a process beside those that train (`worker.py`), on a machine with that many free
     server                      every process is a client, with its share of the limits
 
 The process that has a model answers the calls of all: its backend counts them, and batches them as those of one process. A model
@@ -15,7 +16,6 @@ import contextlib
 import os
 import secrets
 import socket
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from ipaddress import ip_address
@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from plaudit.errors import PeerFailed, PeerLost, PlauditError, RecipeError, StopRequested
 from plaudit.host import address_towards
 from plaudit.recipe.limits import ModelLimits
-from plaudit.recipe.reward_models import RewardModel
-from plaudit.recipe.rewards import RewardSettings, nested_rewards
+from plaudit.recipe.model_owners import ModelKey, deal_models, divide_limits, models_of, models_with_gpus, named_ranks
+from plaudit.recipe.rewards import RewardSettings
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
 from plaudit.reward_models.divided import ModelPart
-from plaudit.reward_models.peer_channel import TOKEN_BYTES, BadMessage, PeerClient, PeerServer, gone
-from plaudit.types import Failure, Message
+from plaudit.reward_models.peer_channel import BadMessage, PeerClient, PeerServer, gone
+from plaudit.types import TOKEN_BYTES, Failure, Message, RewardWorkers
 
 if TYPE_CHECKING:
     import torch
@@ -38,65 +38,7 @@ if TYPE_CHECKING:
     from plaudit.world import World
 
 T = TypeVar("T")
-ModelKey = tuple[RewardModel, bool]
-"""A model's settings, and whether it scores (otherwise it generates)."""
 RunOnLoop = Callable[[Coroutine[Any, Any, T]], Future[T]]
-
-
-# Who has which model -------------------------------------------------------------------------------------------------
-
-
-def models_of(rewards: Iterable[RewardSettings]) -> dict[ModelKey, ModelLimits]:
-    """The models of all rewards and of those inside them, each once, in the recipe's order, with the limits of its calls."""
-    models: dict[ModelKey, ModelLimits] = {}
-    for outer in rewards:
-        for _, reward in nested_rewards(outer, outer.label):
-            model, limits = getattr(reward, "model", None), reward.limits
-            if isinstance(model, RewardModel) and isinstance(limits, ModelLimits):
-                models.setdefault((model, bool(getattr(reward, "scalar", False))), limits)
-    return models
-
-
-def deal_models(models: dict[ModelKey, ModelLimits], size: int) -> dict[ModelKey, int]:
-    """The rank that has each model. Those that every process has for itself are left out.
-
-    A model without a rank goes to the process with the fewest models and blocks, the first of them if there are several.
-    """
-    shared = [key for key, limits in models.items() if key[0].rank != "all" and not _divides(key[0], limits, size)]
-    owners = {key: ranks[0] for key in shared if (ranks := _named_ranks(key[0]))}
-    for model, _ in owners:
-        if max(_named_ranks(model)) >= size:
-            given = list(model.rank) if isinstance(model.rank, tuple) else model.rank
-            raise RecipeError(f"{model.path}: model.rank is {given}, but there are {size} processes, with ranks 0 to {size - 1}")
-    held = Counter(rank for model, _ in owners for rank in _named_ranks(model))
-    for key in shared:
-        if key not in owners:
-            owners[key] = min(range(size), key=lambda rank: (held[rank], rank))
-            held[owners[key]] += 1
-    return {key: owners[key] for key in shared}
-
-
-def _named_ranks(model: RewardModel) -> tuple[int, ...]:
-    """Those that `model.rank` names; the first owns the model."""
-    rank = model.rank
-    return rank if isinstance(rank, tuple) else (rank,) if isinstance(rank, int) else ()
-
-
-def _divides(model: RewardModel, limits: ModelLimits, size: int) -> bool:
-    """Whether every process can have its own share of a server's limits. If not, one of them makes the calls of all."""
-    return model.placement == "server" and limits.max_concurrent_calls >= size
-
-
-def divide_limits(limits: ModelLimits, size: int) -> ModelLimits:
-    """One process's share: together they keep the limits of the recipe."""
-    calls, tokens = limits.calls_per_s, limits.tokens_per_minute
-    return limits.model_copy(
-        update={
-            "max_concurrent_calls": limits.max_concurrent_calls // size,
-            "calls_per_s": None if calls is None else calls / size,
-            "tokens_per_minute": None if tokens is None else max(1, tokens // size),
-        }
-    )
 
 
 class ModelPeers:
@@ -110,6 +52,7 @@ class ModelPeers:
         self._clients: dict[int, PeerClient] = {}
         self._server: PeerServer | None = None
         self._hosted: dict[int, asyncio.Future[HostedModel | HostedBlock]] = {}
+        self._remote: list[RemoteModel] = []
 
     @classmethod
     def join(cls, world: "World", rewards: Iterable[RewardSettings], run: RunOnLoop[Any]) -> "ModelPeers":
@@ -117,16 +60,17 @@ class ModelPeers:
         owners = deal_models(models_of(rewards), world.size)
         if not owners:
             return cls(owners, rank=world.rank, size=world.size, token=b"", device=world.device)
-        token = world.agree(secrets.token_bytes(TOKEN_BYTES), "the reward models' token")
+        workers = _require_workers(world, owners)
+        token = workers.token or world.agree(secrets.token_bytes(TOKEN_BYTES), "the reward models' token")
         machines = world.gather((socket.gethostname(), _boot_id()), "the machines' names")
         peers = cls(owners, rank=world.rank, size=world.size, token=token, device=world.device)
         address = run(peers.listen(LOOPBACK if len(set(machines)) == 1 else own_address([name for name, _ in machines]))).result()
-        peers.connect(world.gather(address, "the addresses of reward models"))
+        peers.connect([*world.gather(address, "the addresses of reward models"), *workers.addresses])
         return peers
 
     async def listen(self, host: str) -> tuple[str, int] | None:
         """Returns the address at which the others call this process; None if it has no model, nor a block of one."""
-        numbers = [number for key, number in self._numbers.items() if self.rank in (self._owners[key], *_named_ranks(key[0]))]
+        numbers = [number for key, number in self._numbers.items() if self.rank in (self._owners[key], *named_ranks(key[0]))]
         if not numbers:
             return None
         self._hosted = {number: asyncio.get_running_loop().create_future() for number in numbers}
@@ -137,7 +81,7 @@ class ModelPeers:
             raise RecipeError(f"rank {self.rank} cannot listen at {host} for calls to its reward models: {error}") from None
 
     def connect(self, addresses: Sequence[tuple[str, int] | None]) -> None:
-        """`addresses`: of all processes, in the order of ranks."""
+        """`addresses`: of all ranks in their order, then of the reward workers."""
         self._addresses = addresses
 
     def backend(self, key: ModelKey, limits: ModelLimits, build: Callable[[ModelLimits, ModelPart | None], Backend]) -> Backend:
@@ -151,7 +95,8 @@ class ModelPeers:
         elif part is not None:
             hosted = HostedBlock(key, number, self._client(owner), build(limits, part))
         else:
-            return RemoteModel(key, number, self._client(owner))
+            self._remote.append(remote := RemoteModel(key, number, self._client(owner)))
+            return remote
         self._hosted[number].set_result(hosted)
         return hosted
 
@@ -179,6 +124,11 @@ class ModelPeers:
         if self._server is not None:
             self._server.close()
 
+    async def refresh_usage(self) -> None:
+        """What a reward worker has counted, rank 0 reports."""
+        remote = [model for model in self._remote if self.rank == 0 and self._owners[model.key] >= self.size]
+        await asyncio.gather(*(model.refresh_usage() for model in remote))
+
     def _client(self, owner: int) -> PeerClient:
         if owner not in self._clients:
             address = self._addresses[owner]
@@ -204,6 +154,16 @@ class ModelPeers:
         for future in self._hosted.values():
             if future.done():
                 future.result().stop(why)
+
+
+def _require_workers(world: "World", owners: dict[ModelKey, int]) -> RewardWorkers:
+    workers, expected = world.reward_workers or RewardWorkers(b""), models_with_gpus(owners)
+    if len(workers.addresses) < len(expected):
+        raise RecipeError(
+            f"{expected[0][0].path}: model.gpus needs the processes that plaudit starts on a Ray cluster (cluster.nodes). torchrun "
+            "and srun start none for reward models: leave model.gpus out, or use placement: server"
+        )
+    return workers
 
 
 def open_together(world: "World", open_own: Callable[[], None]) -> None:
@@ -338,6 +298,8 @@ class HostedModel(Backend):
             case "open":
                 info = self.inner.info()
                 return ModelInfo(None, info.context, info.name, info.weights), info.template is not None, self.inner.name
+            case "usage":
+                return self.usage
             case "generate":
                 return await self.inner.generate(*arguments)
             case "score":
@@ -356,9 +318,10 @@ class HostedModel(Backend):
 
 
 class RemoteModel(Backend):
-    """A model that another process has. `usage` stays at zero: that process counts."""
+    """A model that another process has. `usage` stays at zero: that process counts, unless it is a reward worker."""
 
     def __init__(self, key: ModelKey, number: int, client: PeerClient):
+        self.key = key
         self.settings, self.scalar = key
         self.usage = Usage()
         self._number, self._client = number, client
@@ -396,6 +359,9 @@ class RemoteModel(Backend):
 
     async def unload(self) -> None:
         await self._call("unload")
+
+    async def refresh_usage(self) -> None:
+        self.usage = await self._call("usage")
 
     def info(self) -> ModelInfo:
         return self._info

@@ -272,6 +272,8 @@ class RewardRunner:
 
     def amounts(self) -> dict[str, UsageTotals]:
         """Usage of each model since it was opened: calls, retries, tokens, cost."""
+        if self._peers is not None:
+            self.run(self._peers.refresh_usage()).result()
         return usage_by_model(self._loop)
 
     # State in a checkpoint -------------------------------------------------------------------------------------------------

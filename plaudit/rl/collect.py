@@ -58,12 +58,15 @@ class Seconds:
     """Of these: waiting for reward models that left the device to the trainer."""
     waiting: float = 0.0
     """Of processes for the slowest one, on average."""
+    own_total: float = 0.0
+    own_scoring: float = 0.0
+    """The same of this process alone."""
 
     @classmethod
-    def of_step(cls, by_process: "Sequence[Seconds]") -> "Seconds":
-        slowest = max(by_process, key=lambda seconds: seconds.total)
+    def of_step(cls, by_process: "Sequence[Seconds]", rank: int) -> "Seconds":
+        slowest, own = max(by_process, key=lambda seconds: seconds.total), by_process[rank]
         waiting = sum(slowest.total - one.total for one in by_process) / len(by_process)
-        return cls(slowest.total, slowest.scoring, slowest.waking, waiting)
+        return cls(slowest.total, slowest.scoring, slowest.waking, waiting, own.total, own.scoring)
 
     def __add__(self, other: "Seconds") -> "Seconds":
         both = zip(astuple(self), astuple(other), strict=True)
@@ -165,7 +168,7 @@ def validate(
     )  # fmt: skip
     shares.observe(groups, training=False)
     metrics = metrics_by_source(groups) | _metrics(groups, rewards, seconds, shares.world)
-    metrics = {f"val/{name}": value for name, value in metrics.items() if not name.startswith("time/")}
+    metrics = {f"val/{name}": value for name, value in metrics.items() if not name.startswith(("time/", "rank/"))}
     metrics.setdefault("val/reward", float("nan"))  # every sample was dropped
     return groups, metrics | {"time/validate_s": time.perf_counter() - began}
 
@@ -215,7 +218,8 @@ def _sample_and_score(
     if world.size > 1:
         rewards.require_few_failures(step)
     groups = rewards.combine(step, training=training)
-    return [split_baseline(group) if greedy else group for group in groups], Seconds.of_step([seconds for _, seconds in parts])
+    seconds = Seconds.of_step([seconds for _, seconds in parts], world.rank)
+    return [split_baseline(group) if greedy else group for group in groups], seconds
 
 
 def exchange(world: World, work: Callable[[], T], what: str) -> list[T]:
@@ -251,6 +255,11 @@ def _metrics(groups: Sequence[ScoredGroup], rewards: RewardRunner, seconds: Seco
         metrics["time/judge_wake_s"] = seconds.waking
     if world.size > 1:
         metrics["time/waiting_s"] = seconds.waiting
+        metrics |= {
+            "rank/sample_s": seconds.own_total - seconds.own_scoring,
+            "rank/score_s": seconds.own_scoring,
+            "rank/waiting_s": seconds.total - seconds.own_total,
+        }
     metrics["time/tokens_per_s"] = metrics["sampled_tokens"] / max(metrics["time/sample_s"], 1e-9)
     return metrics
 

@@ -7,14 +7,18 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from plaudit.cluster.ray_node import running_nodes
-from support.paths import REPOSITORY
+from support.models import make_classifier
+from support.paths import REPOSITORY, TESTS
 from support.ranks import samples, weight_difference
 from support.ray_nodes import LIMIT_S, RayNodes
 from support.recipes import exact_metrics, rl_recipe, write_recipe
+from support.servers import length_judge
 
 pytest.importorskip("ray", reason="needs Ray, one of plaudit's extras: make dev")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -57,6 +61,10 @@ def victim(what):
             raylet = actor.parent()
             assert raylet.name() == "raylet"
             return raylet.pid
+        case "worker":  # of the second reward model: 0 and 1 are the ranks
+            mark = os.environ["STARTED_BY"]
+            [worker] = [one for one in psutil.process_iter() if "rank=3" in one.cmdline() and one.environ()["STARTED_BY"] == mark]
+            return worker.pid
         case "command":
             return int(Path(os.environ["FAULT_FOLDER"], "command.pid").read_text())
 """
@@ -97,12 +105,26 @@ def reference(work, nodes, tmp_path_factory) -> Path:
     return folder
 
 
-def train(nodes: RayNodes, work: Path, run: Path, *overrides: str, **environment: str) -> subprocess.Popen[bytes]:
+def train(
+    nodes: RayNodes, work: Path, run: Path, *overrides: str, recipe: str = "r.yaml", **environment: str
+) -> subprocess.Popen[bytes]:
     os.chdir(work)
-    command = nodes.start("rl", "r.yaml", f"run.dir={run}", *SAVE, *overrides, output=run.parent / "output",
+    command = nodes.start("rl", recipe, f"run.dir={run}", *SAVE, *overrides, output=run.parent / "output",
                           FAULT_FOLDER=str(run.parent), **environment)  # fmt: skip
     (run.parent / "command.pid").write_text(str(command.pid))
     return command
+
+
+@pytest.fixture
+def models(work, tiny_model, tmp_path) -> dict[str, list[dict[str, Any]]]:
+    """Rewards by a judge on a launched server and by a resident scalar model: on ranks, and on GPUs of their own."""
+    program = Path(shutil.copy(TESTS / "support/launched_judge.py", tmp_path / "server.py"))
+    scalar = str(make_classifier(tiny_model, tmp_path / "scalar"))
+
+    def rewards(**placed: int) -> list[dict[str, Any]]:
+        return [length_judge(program, **placed), {"kind": "scalar_model", "model": {"path": scalar, **placed}}]
+
+    return {"on ranks": rewards(), "on workers": rewards(gpus=1)}
 
 
 @pytest.fixture(autouse=True)
@@ -216,3 +238,42 @@ def test_a_wrong_token_is_refused(nodes):
     assert done.returncode == 2
     assert "cannot join the Ray cluster" in done.stderr
     assert "RAY_AUTH_TOKEN" in done.stderr
+
+
+def test_reward_models_with_gpus_of_their_own(nodes, work, models, tmp_path):
+    """Two reward workers beside the ranks: the run is that of two processes that share the models. One worker is killed."""
+
+    def run(name: str, rewards: list[dict[str, Any]], *settings: str, **environment: str) -> tuple[Path, str]:
+        tree = yaml.safe_load((work / "r.yaml").read_text())
+        write_recipe(work / "models.yaml", {**tree, "rewards": rewards, "run": {**tree["run"], "deterministic": True}})
+        (folder := tmp_path / name).mkdir()
+        code = train(nodes, work, folder / "run", *settings, recipe="models.yaml", **environment).wait(LIMIT_S)
+        print(output := (folder / "output").read_text())
+        assert code == 0, output
+        return folder / "run", output
+
+    reference, _ = run("reference", models["on ranks"], "cluster.gpus=2")
+    nodes.join(cpus=2)
+    settings = ("cluster.nodes=2", f"cluster.address={nodes.address}")
+    killed, output = run("killed", models["on workers"], *settings, FAULTS="3 worker")
+    assert "reward worker 1 (" in output
+    assert "scalar, scoring) was killed by SIGKILL" in output
+    answers = tuple(name for name in samples(killed)["train_000001.parquet"].column_names if name.startswith("trace/"))
+    assert samples(killed, but=answers) == samples(reference, but=answers)  # the judge's answers begin with its server's pid
+    assert weight_difference(killed, reference) == 0.0
+    metrics = [exact_metrics(one) for one in (killed, reference)]
+    assert metrics[0][-1] == metrics[1][-1], "calls of the models included"
+    assert metrics[0][-1]["judge/calls"] > 0
+    assert (killed / "logs/reward_worker_0000.log").exists()
+    assert nodes.ranks() == []
+    assert not nodes.processes(str(tmp_path / "server.py")), "the judge's server ends with its worker"
+
+
+def test_too_few_gpus_for_a_reward_model(nodes, work, models, tmp_path):
+    models["on workers"][0]["model"]["gpus"] = 8
+    write_recipe(work / "models.yaml", {**yaml.safe_load((work / "r.yaml").read_text()), "rewards": models["on workers"]})
+    settings = ("cluster.nodes=2", f"cluster.address={nodes.address}", "cluster.restarts=0")
+    command = train(nodes, work, tmp_path / "run", *settings, recipe="models.yaml")
+    assert command.wait(LIMIT_S) == 1
+    print(output := (tmp_path / "output").read_text())
+    assert "8 CPUs for models/judge (model.gpus)" in " ".join(output.split())

@@ -1,5 +1,6 @@
 """Several processes train what one trains: the same samples, rewards and advantages, and the same weights up to rounding."""
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,15 @@ def test_rl_by_several_processes(tmp_path, make_recipe, undisturbed, case, size,
     assert_same_but_for_rounding(tmp_path / "run", undisturbed("rl", case))
     for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
         assert row["step"] == 0 or 0.0 <= row["time/update_idle_share"] < 1.0
+    steps = [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
+    by_rank = [json.loads(line) for line in (tmp_path / "run/ranks.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["rank"]) for row in by_rank] == [(step, rank) for step in steps for rank in range(size)]
+    for row in by_rank[size:]:  # after the first validation
+        assert row["memory_gb"] > 0
+        assert row["sample_s"] > 0
+        assert row["update_s"] > 0
+        assert row["waiting_s"] >= 0
+    assert all(min(row["waiting_s"] for row in by_rank if row["step"] == step) == 0.0 for step in steps if step)
 
 
 @pytest.mark.slow

@@ -226,3 +226,44 @@ Current thread 0x00007e (most recent call first):
         "/home/me/plaudit/rl/collect.py:30 in collect"
     )
     assert hanging_frames("") == ""
+
+
+# Reward workers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_worker() -> Watch:
+    watch = Watch(2, 60.0, clock=lambda: 0.0, workers=["models/judge"])
+    for rank in range(3):
+        watch.heard(rank, {"doing": "scoring", "waiting": False})
+    return watch
+
+
+def test_workers_end_after_the_ranks(with_worker):
+    for rank in range(2):
+        with_worker.heard(rank, {"done": None})
+    assert with_worker.all_done
+    assert with_worker.verdict() is None
+
+
+def test_a_lost_worker_is_to_blame(with_worker):
+    """Not the ranks that noticed it first."""
+    with_worker.heard(0, {"failure": vars(RankFailure.of(PeerLost("gone")))})
+    with_worker.ended(2, -signal.SIGKILL)
+    for rank in range(2):
+        with_worker.ended(rank, 1)
+    verdict = with_worker.verdict()
+    assert verdict is not None
+    assert str(verdict.error).startswith("reward worker 0 (models/judge, scoring) was killed by SIGKILL")
+
+
+def test_ranks_that_wait_for_each_other_are_found_beside_a_worker():
+    now = [0.0]
+    watch = Watch(2, 60.0, clock=lambda: now[0], workers=["models/judge"])
+    for rank in range(2):
+        watch.heard(rank, {"doing": "the end", "waiting": True})
+    now[0] = 61.0
+    watch.heard(2, {"doing": "scoring", "waiting": False})
+    verdict = watch.verdict()
+    assert verdict is not None
+    assert "all processes have waited for each other" in str(verdict.error)

@@ -15,11 +15,12 @@ from plaudit.errors import PeerLost, RecipeError, TrainingStopped
 from plaudit.models import scalar
 from plaudit.models.scalar import ScalarModel, scalar_blocks
 from plaudit.models.weights import RESIDENT_MODELS
+from plaudit.recipe.model_owners import deal_models, models_of
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models import divided, peer_channel, scalar_inference
 from plaudit.reward_models.divided import BlockInput, ModelPart
 from plaudit.reward_models.local import LocalModel
-from plaudit.reward_models.peers import LOOPBACK, ModelPeers, deal_models, models_of
+from plaudit.reward_models.peers import LOOPBACK, ModelPeers
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group
 from support.models import make_classifier

@@ -14,11 +14,12 @@ import pytest
 from plaudit.errors import PeerFailed, PeerLost, RecipeError, StopRequested, TrainingStopped
 from plaudit.models.weights import RESIDENT_MODELS
 from plaudit.recipe.limits import ModelLimits
+from plaudit.recipe.model_owners import deal_models, divide_limits, models_of
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.reward_models import peer_channel
 from plaudit.reward_models.backend import Backend, GenerationRequest, SamplingParams
 from plaudit.reward_models.peer_channel import COUNT, LENGTH, RANK, PeerClient, PeerServer
-from plaudit.reward_models.peers import LOOPBACK, ModelPeers, deal_models, divide_limits, models_of, own_address
+from plaudit.reward_models.peers import LOOPBACK, ModelPeers, own_address
 from plaudit.rewards.cache import reward_digest
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group

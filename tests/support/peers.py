@@ -12,7 +12,7 @@ import torch
 
 from plaudit.recipe import ScoreRecipe
 from plaudit.rewards.runner import Rewarded, RewardRunner
-from plaudit.types import Group
+from plaudit.types import Group, RewardWorkers
 from plaudit.world import World
 from support.rewards import group
 
@@ -34,9 +34,9 @@ class ThreadWorld(World):
     exchange: Threads
 
     @classmethod
-    def of(cls, size: int) -> "list[ThreadWorld]":
+    def of(cls, size: int, workers: RewardWorkers | None = None) -> "list[ThreadWorld]":
         exchange = Threads(size)
-        worlds = [cls(rank, size, torch.device("cpu")) for rank in range(size)]
+        worlds = [cls(rank, size, torch.device("cpu"), reward_workers=workers) for rank in range(size)]
         for world in worlds:
             object.__setattr__(world, "exchange", exchange)
         return worlds
@@ -51,9 +51,9 @@ class ThreadWorld(World):
         return self.gather(value, what)[0]
 
 
-def in_threads(size: int, work: Callable[[ThreadWorld], T]) -> list[T]:
+def in_threads(size: int, work: Callable[[ThreadWorld], T], workers: RewardWorkers | None = None) -> list[T]:
     with ThreadPoolExecutor(size) as pool:
-        return [future.result() for future in [pool.submit(work, world) for world in ThreadWorld.of(size)]]
+        return [future.result() for future in [pool.submit(work, world) for world in ThreadWorld.of(size, workers)]]
 
 
 def rewards_of(*rewards: dict[str, Any]) -> Any:
@@ -61,7 +61,12 @@ def rewards_of(*rewards: dict[str, Any]) -> Any:
 
 
 def score(
-    size: int, rewards: Sequence[dict[str, Any]], *, groups: Sequence[Group] = GROUPS, repeatable: bool = True
+    size: int,
+    rewards: Sequence[dict[str, Any]],
+    *,
+    groups: Sequence[Group] = GROUPS,
+    repeatable: bool = True,
+    workers: RewardWorkers | None = None,
 ) -> tuple[dict[str, Any], Counter[str]]:
     """Every reward's scores of all groups, scored by `size` processes; and the sum of what they have counted."""
 
@@ -74,7 +79,7 @@ def score(
             world.gather(None, "the end")
             return scored, counts
 
-    results = in_threads(size, work)
+    results = in_threads(size, work, workers)
     by_id = {one.group.prompt.id: one.scores for scored, _ in results for one in scored}
     counts: Counter[str] = Counter()
     for _, counted in results:

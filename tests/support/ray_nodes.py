@@ -20,7 +20,8 @@ LIMIT_S = 240.0
 
 
 class RayNodes:
-    """Each node has one CPU, and so one rank. Everything has a mark in its environment, by which what is left over is found."""
+    """Each node has one CPU, and so one rank, unless `join` is given more. Everything has a mark in its environment, by which
+    what is left over is found."""
 
     def __init__(self, home: Path):
         self.mark = uuid.uuid4().hex
@@ -39,10 +40,10 @@ class RayNodes:
         self.explanation = self.run("cluster", "up", "--port", self._port, "--cpus", 1).stdout
         self.address = self.explanation.split("--join ")[1].split()[0]
 
-    def join(self) -> None:
+    def join(self, cpus: int = 1) -> None:
         """Another node, with a folder of its own: what Ray copies there for a job is not what others have."""
         self._folders.append(_short_folder())
-        self.run("cluster", "up", "--join", self.address, "--cpus", 1, "--temp-dir", self._folders[-1])
+        self.run("cluster", "up", "--join", self.address, "--cpus", cpus, "--temp-dir", self._folders[-1])
 
     def run(self, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
         """A plaudit command."""
