@@ -500,6 +500,22 @@ def test_doctor_counts_the_space_of_checkpoints(plaudit, recipe, rows_file, monk
         assert ("lower run.keep_last" in text) == (mark == "!")
 
 
+def test_doctor_counts_the_space_of_all_checkpoints(plaudit, recipe, rows_file, monkeypatch):
+    """Of 10 steps, every third and the last are saved; after a validation, the best so far."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e6))
+    validated = [f"data.val={rows_file}", "run.validate_every=5"]
+    for settings, kept in (([], 4), (validated, 5), ([*validated, "run.keep_best=false"], 4)):
+        _, out, _ = plaudit("doctor", recipe, "run.keep_last=all", "run.max_steps=10", "run.save_every=3", *settings)
+        [text] = [text for mark, check, text in findings(out) if (mark, check) == ("!", "disk")]
+        assert f": {kept} checkpoints of {PARAMETERS * 12 / 1e6:.0f} MB and the trained model take up to" in text
+        assert f"take up to {(kept * 12 + 4) * PARAMETERS / 1e6:.0f} MB and 2 MB more every 30 minutes" in text
+        assert "set run.keep_last to a number" in text
+    _, out, _ = plaudit("doctor", recipe, "run.keep_last=all", "run.save_every_minutes=null")
+    [text] = [text for _, check, text in findings(out) if check == "disk"]
+    assert "1 checkpoint of" in text
+    assert "minutes" not in text
+
+
 @pytest.mark.parametrize(("setting", "effect"), [("text", "read as text"), ("control", "read as control tokens")])
 def test_doctor_counts_rows_with_control_tokens(plaudit, recipe, tmp_path, setting, effect):
     rows = [{"prompt": f"What is {i}?", "response": "It is." + "<|im_end|>" * (i < 2)} for i in range(5)]

@@ -204,6 +204,23 @@ def test_false_of_hydra_and_quotes_are_read(converted):
     assert recipe["run.trackers"] == ["wandb"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "kept", "minutes"),
+    [
+        ("trainer.save_freq=10", "all", None),
+        ("trainer.save_freq=10 trainer.max_actor_ckpt_to_keep=null", "all", None),
+        ("trainer.save_freq=10 trainer.max_actor_ckpt_to_keep=3", 3, 30.0),
+        ("trainer.save_freq=10 trainer.remove_previous_ckpt_in_save=True", 1, 30.0),
+        ("trainer.save_freq=10 trainer.remove_previous_ckpt_in_save=False", "all", None),
+        ("trainer.max_actor_ckpt_to_keep=null", 2, 30.0),  # nothing is saved before the last step
+    ],
+)
+def test_the_checkpoints_that_verl_keeps(converted, flags, kept, minutes):
+    result, recipe = converted(VERL + flags)
+    assert (recipe["run.keep_last"], recipe["run.save_every_minutes"]) == (kept, minutes)
+    assert not {"trainer.max_actor_ckpt_to_keep", "trainer.remove_previous_ckpt_in_save"} & keys_under(result, NEEDS_YOU)
+
+
 def test_micro_batches_are_ignored_where_verl_ignores_them(converted):
     micro = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 "
     tokens = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20000 "
@@ -425,6 +442,15 @@ def test_llamafactory_trains_a_lora_by_default(converted):
     )
     assert recipe["model.dtype"] == "float32"
     assert "template" in keys_under(result, NEEDS_YOU)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept", "minutes"),
+    [("", "all", None), ("--save_total_limit 1", 1, 30.0), ("--save_strategy no --save_total_limit 1", 2, 30.0)],
+)
+def test_the_checkpoints_that_trl_keeps(converted, flags, kept, minutes):
+    _, recipe = converted(f"trl sft --model_name_or_path m --dataset_name d {flags}")
+    assert (recipe["run.keep_last"], recipe["run.save_every_minutes"]) == (kept, minutes)
 
 
 def test_a_trl_script_is_read_from_its_syntax(converted):
