@@ -83,9 +83,8 @@ def _training_arguments(c: Conversion) -> None:
     _save_and_validate(c)
     if c.stage in ROWS:
         _rows_per_step(c)
-    if c.is_on("dataloader_drop_last"):
-        c.needs("the last step of the run may be short here: set run.max_steps if that matters", "dataloader_drop_last")
-    c.no_meaning("the last step of the run may be short, as here", "dataloader_drop_last")
+    drops = "drop" if c.stage == "rl" or c.is_on("dataloader_drop_last") else "keep"
+    c.set("train.last_batch", drops, "dataloader_drop_last", text="prompts: always" if c.stage == "rl" else "")
 
 
 def _warmup(c: Conversion, schedule: str) -> None:

@@ -33,11 +33,6 @@ def convert_verl(conversion: Conversion) -> None:
     if "algorithm.kind" in conversion.settings and conversion.settings["algorithm.kind"].value == "gdpo":
         conversion.rewards[:] = [reward | {"normalise": "group"} for reward in conversion.rewards]
     conversion.apply_table()
-    step, epochs = conversion.value("data.train_batch_size"), conversion.value("trainer.total_epochs")
-    conversion.remark(
-        "verl drops the last short batch of every epoch, plaudit does not: for the same number of steps set run.max_steps to "
-        f"floor(rows / {step}) × {epochs}"
-    )
 
 
 def _data(c: Conversion) -> None:
@@ -162,6 +157,7 @@ def _kl(c: Conversion) -> None:
 
 
 def _batches(c: Conversion) -> None:
+    c.set("train.last_batch", "drop")
     step, update_key = c.value("data.train_batch_size"), f"{ACTOR}.ppo_mini_batch_size"
     update = c.value(update_key)
     if isinstance(update, int) and isinstance(step, int) and update >= step:

@@ -120,7 +120,7 @@ def row_order(recipe: TrainingRecipe, train: Sequence[Source]) -> RowOrder:
     else:
         per_step = recipe.train.prompts_per_step
     rows = sum(len(source.rows()) for source in train)
-    return RowOrder(rows, per_step=per_step, epochs=recipe.run.epochs, seed=recipe.seed)
+    return RowOrder(rows, per_step=per_step, epochs=recipe.run.epochs, seed=recipe.seed, last_batch=recipe.train.last_batch)
 
 
 def check_steps(recipe: TrainingRecipe, order: RowOrder) -> Iterator[Finding]:
@@ -134,7 +134,8 @@ def check_steps(recipe: TrainingRecipe, order: RowOrder) -> Iterator[Finding]:
             f"prompts × {recipe.rollout.n} samples, {updates} update{'s' * (updates > 1)} per step",
         )
     steps = order.steps(recipe.run.max_steps)
-    yield "✓", f"at most {steps:,} step{'s' * (steps != 1)} of {min(order.per_step, order.total_rows):,} {noun}"
+    dropped = f"; {text}" if (text := order.dropped()) else ""
+    yield "✓", f"at most {steps:,} step{'s' * (steps != 1)} of {min(order.per_step, order.total_rows):,} {noun}{dropped}"
     if repeats := order.repeats(setting, "rows"):
         yield "!", repeats
     elif early := order.ends_early(recipe.run.max_steps):

@@ -93,7 +93,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         prompts = _prompts("train", sources, template, recipe.data)
         val_prompts = _val_prompts(sources, template, recipe) if sources["val"] else []
         rewards.require_rewards(encoded.prompt for encoded in [*prompts, *val_prompts])
-        order = RowOrder(len(prompts), per_step=recipe.train.prompts_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
+        per_step, last_batch = recipe.train.prompts_per_step, recipe.train.last_batch
+        order = RowOrder(len(prompts), per_step=per_step, epochs=recipe.run.epochs, seed=recipe.seed, last_batch=last_batch)
         total_steps = order.steps(recipe.run.max_steps)
         for note in (order.repeats("train.prompts_per_step", "prompts"), order.ends_early(recipe.run.max_steps)):
             if note is not None:

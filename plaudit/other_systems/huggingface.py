@@ -71,7 +71,7 @@ KEYS: dict[str, Entry] = {
     "label_smoothing_factor": advice("label smoothing is not available in SFT"),
     "neftune_noise_alpha": advice("NEFTune is not available"),
     "optim_args": advice("AdamW's settings here are optim.betas, optim.eps and optim.weight_decay", "optim"),
-    "dataloader_drop_last": composed(),
+    "dataloader_drop_last": composed("train.last_batch", default=False),
     "deepspeed": no_meaning(SHARDED, "cluster.sharding"),
     "fsdp": no_meaning(SHARDED, "cluster.sharding"),
     "fsdp_config": no_meaning(SHARDED, "cluster.sharding"),

@@ -29,6 +29,7 @@ def _require_number_or_all(value: Any) -> Any:
 
 Checkpointing = Annotated[bool | PositiveInt | Literal["auto"], BeforeValidator(_require_layers)]
 Placement = Literal["resident", "offload"]
+LastBatch = Literal["keep", "drop"]
 
 
 class LoraSettings(Section):

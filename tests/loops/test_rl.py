@@ -46,7 +46,7 @@ from plaudit.types import Experience
 from support.engine_contract import attention
 from support.experience import batches_of
 from support.processes import Command
-from support.recipes import Stopped, rl_recipe, train_rl, write_recipe
+from support.recipes import Stopped, rl_recipe, stop_before, train_rl, write_recipe
 from support.rows import prompt_rows, write_jsonl
 
 
@@ -943,6 +943,27 @@ def test_every_epoch_of_a_step_trains_on_each_sample_once(tmp_path, recipe, reco
                 assert update.weights == pytest.approx([1 / update.num_tokens] * len(update.samples))
     if per_pass == 3 and passes > 1:
         assert (orders[0] == orders[1]) == (not train.get("shuffle", True))
+
+
+def test_an_epochs_last_short_batch_is_dropped_also_on_resume(tmp_path, recipe, monkeypatch, plaudit):
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", prompt_rows(5))
+    settings = {"prompts": prompts, "train": {"prompts_per_step": 2, "last_batch": "drop"}}
+    settings["run"] = {"epochs": 2, "max_steps": None, "save_every": 1}
+    _, out, _ = plaudit("doctor", recipe("reference", **settings))
+    assert "at most 4 steps of 2 prompts" in out
+    assert "each epoch leaves 1 of 5 rows out (train.last_batch: drop)" in " ".join(out.split())
+    train_rl(recipe("reference", **settings))
+    metrics = metrics_of(tmp_path / "reference")
+    assert [row["epoch"] for row in metrics] == [0.5, 1.0, 1.5, 2.0]
+    for epoch in (0, 1):
+        sampled = {row["prompt_id"] for step in (1, 2) for row in samples_of(tmp_path / "reference", 2 * epoch + step)}
+        assert len(sampled) == 4  # no prompt twice in an epoch
+    file = recipe("stopped", **settings)
+    stop_before(monkeypatch, step=3)
+    with pytest.raises(Stopped):
+        train_rl(file)
+    train_rl(file)
+    assert_same_result(tmp_path / "stopped", tmp_path / "reference")
 
 
 def test_a_prompt_that_occurs_twice_in_a_step_is_sampled_twice(tmp_path, recipe):
