@@ -487,6 +487,17 @@ def test_doctor_warns_of_steps_that_the_data_does_not_have(plaudit, recipe):
     assert text == "the data ends after 10 steps (run.epochs = 1), before run.max_steps = 40: raise run.epochs to train that long"
 
 
+def test_doctor_counts_the_steps_without_an_epochs_last_short_batch(plaudit, recipe):
+    settings = ["run.max_steps=null", "run.epochs=2", "train.rows_per_step=8", "train.last_batch=drop"]
+    _, out, _ = plaudit("doctor", recipe, *settings)
+    [text] = [text for _, check, text in findings(out) if check == "steps"]
+    assert text == "at most 14 steps of 8 rows; each epoch leaves 4 of 60 rows out (train.last_batch: drop)"
+    code, out, _ = plaudit("doctor", recipe, *settings, "train.rows_per_step=61")
+    [(mark, text)] = [(mark, text) for mark, check, text in findings(out) if check == "steps"]
+    assert (code, mark) == (1, "✗")
+    assert "take fewer rows per step" in text
+
+
 def test_doctor_counts_the_space_of_checkpoints(plaudit, recipe, rows_file, monkeypatch):
     """fp32: a checkpoint has the weights and two moments of each; with a validation, the best one is kept too."""
     for keep, val, free, mark in ((2, [], 1e12, "✓"), (2, [], 1e6, "!"), (5, [f"data.val={rows_file}"], 1e12, "✓")):

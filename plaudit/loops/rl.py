@@ -35,8 +35,9 @@ from plaudit.models.trainable import load_policy, load_sampled
 from plaudit.recipe import RLDataSettings, RLRecipe
 from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, console, print_line, show_progress
-from plaudit.report.samples import best_and_worst
+from plaudit.report.samples import best_and_worst, source_line
 from plaudit.rewards.cache import own_cache
+from plaudit.rewards.metrics import rewards_by_source
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rl.collect import (
     Collector,
@@ -174,6 +175,8 @@ def record(
         run.write_samples("val", step, groups)
         for sample in best_and_worst(groups):
             print_line(sample.line(console.width))
+        if len(by_source := rewards_by_source(groups)) > 1:
+            print_line(source_line(by_source, console.width))
         metrics = metrics | val_metrics
         improved = step > 0 and run.note_validation(step, metrics)
     row = run.log(step, metrics)

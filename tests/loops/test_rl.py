@@ -945,21 +945,16 @@ def test_every_epoch_of_a_step_trains_on_each_sample_once(tmp_path, recipe, reco
         assert (orders[0] == orders[1]) == (not train.get("shuffle", True))
 
 
-def test_an_epochs_last_short_batch_is_dropped_also_on_resume(tmp_path, recipe, monkeypatch, plaudit):
-    prompts = write_jsonl(tmp_path / "prompts.jsonl", prompt_rows(5))
+def test_an_epochs_last_short_batch_is_dropped_also_on_resume(tmp_path, recipe, monkeypatch):
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", prompt_rows(3))
     settings = {"prompts": prompts, "train": {"prompts_per_step": 2, "last_batch": "drop"}}
     settings["run"] = {"epochs": 2, "max_steps": None, "save_every": 1}
-    _, out, _ = plaudit("doctor", recipe("reference", **settings))
-    assert "at most 4 steps of 2 prompts" in out
-    assert "each epoch leaves 1 of 5 rows out (train.last_batch: drop)" in " ".join(out.split())
     train_rl(recipe("reference", **settings))
-    metrics = metrics_of(tmp_path / "reference")
-    assert [row["epoch"] for row in metrics] == [0.5, 1.0, 1.5, 2.0]
-    for epoch in (0, 1):
-        sampled = {row["prompt_id"] for step in (1, 2) for row in samples_of(tmp_path / "reference", 2 * epoch + step)}
-        assert len(sampled) == 4  # no prompt twice in an epoch
+    assert [row["epoch"] for row in metrics_of(tmp_path / "reference")] == [1.0, 2.0]
+    for step in (1, 2):
+        assert len({row["prompt_id"] for row in samples_of(tmp_path / "reference", step)}) == 2
     file = recipe("stopped", **settings)
-    stop_before(monkeypatch, step=3)
+    stop_before(monkeypatch, step=2)
     with pytest.raises(Stopped):
         train_rl(file)
     train_rl(file)
@@ -1067,6 +1062,26 @@ def test_validation_is_greedy_by_default(tmp_path, recipe, prompts_file, engine_
             assert row["val/sums/reward"] == row["val/reward"]  # all of one data source
             assert row["val/length"] == pytest.approx(np.mean([sample["tokens"] for sample in samples]))
     assert sorted(path.name for path in (tmp_path / "run/samples").glob("val_*")) == [f"val_{s:06d}.parquet" for s in (0, 2, 4, 5)]
+
+
+def test_validation_is_reported_by_data_source(tmp_path, recipe, capsys):
+    files = []
+    for source in ("sums", "open/web", None):
+        rows = [{**row, "data_source": source} if source else {"prompt": row["prompt"]} for row in prompt_rows(3 if source else 1)]
+        files.append(str(write_jsonl(tmp_path / f"{len(files)}.jsonl", rows)))
+    train_rl(recipe(data={"val": files}, run={"max_steps": 1, "validate_first": False}))
+    [row] = metrics_of(tmp_path / "run")
+    samples = samples_of(tmp_path / "run", 1, "val")
+    means = {}
+    for source in ("sums", "open/web"):
+        means[source] = np.mean([sample["reward"] for sample in samples if sample["data_source"] == source])
+        assert row[f"val/{source}/reward"] == pytest.approx(means[source])
+    # The prompt without a source is in the mean of all only.
+    assert len(samples) == 7
+    assert row["val/reward"] == pytest.approx(np.mean([sample["reward"] for sample in samples]))
+    found = {name for name in row if name.startswith("val/") and name.endswith("/reward")}
+    assert found == {"val/reward", "val/sums/reward", "val/open/web/reward"}
+    assert f"val/reward by data_source:  sums {means['sums']:.4f}  open/web {means['open/web']:.4f}" in capsys.readouterr().err
 
 
 def test_validation_has_its_own_sampling_settings(tmp_path, recipe, prompts_file, engine_calls):
