@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from plaudit.errors import PlauditError, RunError
 from plaudit.files import atomic_folder, is_disk_error, remove_leftovers, syncing
@@ -219,11 +219,11 @@ def _set_aside(folder: Path) -> Path:
     return folder.rename(aside)
 
 
-def prune_checkpoints(root: Path, *, keep_last: int, keep_step: int | None) -> None:
-    """Delete all checkpoints except the newest `keep_last` intact ones and that of `keep_step`. Sizes are compared only: whatever
-    this process has written or resumed from was verified."""
+def prune_checkpoints(root: Path, *, keep_last: int | Literal["all"], keep_step: int | None) -> None:
+    """Delete all checkpoints except the newest `keep_last` intact ones (or all intact ones) and that of `keep_step`. Sizes are
+    compared only: whatever this process has written or resumed from was verified."""
     intact = [folder for folder in checkpoint_folders(root) if find_damage(folder, content=False) is None]
-    kept = {*intact[-keep_last:], root / f"step_{keep_step or 0:06d}"}
+    kept = {*(intact if keep_last == "all" else intact[-keep_last:]), root / f"step_{keep_step or 0:06d}"}
     for folder in [*checkpoint_folders(root), *root.glob(f"step_*{DAMAGED}")]:
         if folder not in kept:
             shutil.rmtree(folder)

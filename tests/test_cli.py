@@ -487,6 +487,17 @@ def test_doctor_warns_of_steps_that_the_data_does_not_have(plaudit, recipe):
     assert text == "the data ends after 10 steps (run.epochs = 1), before run.max_steps = 40: raise run.epochs to train that long"
 
 
+def test_doctor_counts_the_steps_without_an_epochs_last_short_batch(plaudit, recipe):
+    settings = ["run.max_steps=null", "run.epochs=2", "train.rows_per_step=8", "train.last_batch=drop"]
+    _, out, _ = plaudit("doctor", recipe, *settings)
+    [text] = [text for _, check, text in findings(out) if check == "steps"]
+    assert text == "at most 14 steps of 8 rows; each epoch leaves 4 of 60 rows out (train.last_batch: drop)"
+    code, out, _ = plaudit("doctor", recipe, *settings, "train.rows_per_step=61")
+    [(mark, text)] = [(mark, text) for mark, check, text in findings(out) if check == "steps"]
+    assert (code, mark) == (1, "✗")
+    assert "take fewer rows per step" in text
+
+
 def test_doctor_counts_the_space_of_checkpoints(plaudit, recipe, rows_file, monkeypatch):
     """fp32: a checkpoint has the weights and two moments of each; with a validation, the best one is kept too."""
     for keep, val, free, mark in ((2, [], 1e12, "✓"), (2, [], 1e6, "!"), (5, [f"data.val={rows_file}"], 1e12, "✓")):
@@ -498,6 +509,22 @@ def test_doctor_counts_the_space_of_checkpoints(plaudit, recipe, rows_file, monk
         assert f": {kept} checkpoints of {PARAMETERS * 12 / 1e6:.0f} MB" in text
         assert f"take up to {((kept + 1) * 12 + 4) * PARAMETERS / 1e6:.0f} MB" in text
         assert ("lower run.keep_last" in text) == (mark == "!")
+
+
+def test_doctor_counts_the_space_of_all_checkpoints(plaudit, recipe, rows_file, monkeypatch):
+    """Of 10 steps, every third and the last are saved; after a validation, the best so far."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1e6))
+    validated = [f"data.val={rows_file}", "run.validate_every=5"]
+    for settings, kept in (([], 4), (validated, 5), ([*validated, "run.keep_best=false"], 4)):
+        _, out, _ = plaudit("doctor", recipe, "run.keep_last=all", "run.max_steps=10", "run.save_every=3", *settings)
+        [text] = [text for mark, check, text in findings(out) if (mark, check) == ("!", "disk")]
+        assert f": {kept} checkpoints of {PARAMETERS * 12 / 1e6:.0f} MB and the trained model take up to" in text
+        assert f"take up to {(kept * 12 + 4) * PARAMETERS / 1e6:.0f} MB and 2 MB more every 30 minutes" in text
+        assert "set run.keep_last to a number" in text
+    _, out, _ = plaudit("doctor", recipe, "run.keep_last=all", "run.save_every_minutes=null")
+    [text] = [text for _, check, text in findings(out) if check == "disk"]
+    assert "1 checkpoint of" in text
+    assert "minutes" not in text
 
 
 @pytest.mark.parametrize(("setting", "effect"), [("text", "read as text"), ("control", "read as control tokens")])

@@ -582,6 +582,17 @@ def test_without_keep_best_only_the_newest_are_kept(tmp_path, recipe, rows_file)
     assert not (tmp_path / "run/best").is_symlink()
 
 
+def test_all_checkpoints_are_kept_and_a_number_prunes_them_again(tmp_path, recipe):
+    file = recipe(run={"max_steps": 4, "save_every": 1, "keep_last": "all"})
+    train_sft(file)
+    assert checkpoints_of(tmp_path / "run") == [1, 2, 3, 4]
+    for folder in (tmp_path / "run/checkpoints").iterdir():
+        assert_complete(folder)
+    shutil.rmtree(tmp_path / "run/checkpoints/step_000004")
+    train_sft(file, "run.keep_last=2")
+    assert checkpoints_of(tmp_path / "run") == [3, 4]
+
+
 def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path, recipe, monkeypatch):
     """With keep_last = 1, counting it would delete the only intact one."""
     file = recipe(run={"max_steps": 6, "save_every": 2, "keep_last": 2})

@@ -83,9 +83,8 @@ def _training_arguments(c: Conversion) -> None:
     _save_and_validate(c)
     if c.stage in ROWS:
         _rows_per_step(c)
-    if c.is_on("dataloader_drop_last"):
-        c.needs("the last step of the run may be short here: set run.max_steps if that matters", "dataloader_drop_last")
-    c.no_meaning("the last step of the run may be short, as here", "dataloader_drop_last")
+    drops = "drop" if c.stage == "rl" or c.is_on("dataloader_drop_last") else "keep"
+    c.set("train.last_batch", drops, "dataloader_drop_last", text="prompts: always" if c.stage == "rl" else "")
 
 
 def _warmup(c: Conversion, schedule: str) -> None:
@@ -112,6 +111,14 @@ def _save_and_validate(c: Conversion) -> None:
         elif chosen in ("steps", "epoch", "best"):
             c.needs(f"set {ours}, in steps", strategy, steps)
         c.no_meaning(f"it is off, as here without {ours}", strategy, steps)
+    limit, keep = c.value("save_total_limit"), "save_total_limit"
+    if str(c.value("save_strategy")) == "no":
+        c.no_meaning("no checkpoint is saved before the last step: save_strategy is no", keep)
+    elif isinstance(limit, str) or (isinstance(limit, int) and limit > 0):
+        c.set("run.keep_last", limit, keep)
+    else:
+        c.set("run.keep_last", "all", keep)
+        c.set("run.save_every_minutes", None, text="checkpoints by steps only")
 
 
 def _rows_per_step(c: Conversion) -> None:

@@ -33,11 +33,6 @@ def convert_verl(conversion: Conversion) -> None:
     if "algorithm.kind" in conversion.settings and conversion.settings["algorithm.kind"].value == "gdpo":
         conversion.rewards[:] = [reward | {"normalise": "group"} for reward in conversion.rewards]
     conversion.apply_table()
-    step, epochs = conversion.value("data.train_batch_size"), conversion.value("trainer.total_epochs")
-    conversion.remark(
-        "verl drops the last short batch of every epoch, plaudit does not: for the same number of steps set run.max_steps to "
-        f"floor(rows / {step}) × {epochs}"
-    )
 
 
 def _data(c: Conversion) -> None:
@@ -162,6 +157,7 @@ def _kl(c: Conversion) -> None:
 
 
 def _batches(c: Conversion) -> None:
+    c.set("train.last_batch", "drop")
     step, update_key = c.value("data.train_batch_size"), f"{ACTOR}.ppo_mini_batch_size"
     update = c.value(update_key)
     if isinstance(update, int) and isinstance(step, int) and update >= step:
@@ -243,6 +239,13 @@ def _run(c: Conversion) -> None:
         c.set("run.dir", c.value(folder) if c.has(folder) else f"runs/{c.value(name)}", *((folder,) if c.has(folder) else (name,)))
     c.no_meaning("a run is called after its folder, run.dir", name)
     keep = "trainer.max_actor_ckpt_to_keep"
-    if isinstance(c.value(keep), int) and not isinstance(c.value(keep), bool):
-        c.set("run.keep_last", c.value(keep), keep)
-    c.needs("verl keeps every checkpoint; run.keep_last keeps 2 unless you set it", keep)
+    number, interval = c.value(keep), c.value("trainer.save_freq")
+    if interval is None or (isinstance(interval, int) and interval <= 0):
+        c.no_meaning("no checkpoint is saved before the last step: trainer.save_freq is off", keep)
+    elif isinstance(number, str):  # not in the file
+        c.set("run.keep_last", number, keep)
+    elif number:  # an earlier version's true deletes the previous one
+        c.set("run.keep_last", int(number), keep)
+    else:
+        c.set("run.keep_last", "all", keep)
+        c.set("run.save_every_minutes", None, text="checkpoints by steps only")

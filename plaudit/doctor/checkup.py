@@ -78,6 +78,7 @@ class _Checkup(Checks):
         self.longest_prompt = 0
         self.lengths: list[int] = []
         """Of the rendered training rows, in tokens."""
+        self.steps = 1
         self.reward_checks: list[ModelRewardCheck] = []
         self.budgets: dict[str, Budget] = {}
         self.shardings: list[sharding.Row] = []
@@ -96,7 +97,7 @@ class _Checkup(Checks):
         self.check("template", lambda: self._template(recipe))
         for part in [part for part in sources if sources[part]]:
             self.check("rows", lambda part=part: self._rows(recipe, part, sources[part], max_rows))
-        self.check("steps", lambda: rows.check_steps(recipe, sources))
+        self.check("steps", lambda: self._steps(recipe, sources))
         prompts: list[Prompt] = []
         if isinstance(recipe, RLRecipe):
             prompts = rewards.select_prompts(self.prompts, recipe.rewards)
@@ -129,7 +130,7 @@ class _Checkup(Checks):
         self.check("memory", lambda: memory.check_training(recipe, self.lengths, self.processes))
         if isinstance(recipe, RLRecipe):
             self.check("memory", lambda: self._memory(recipe))
-        self.check("disk", lambda: memory.check_disk(recipe, self.processes))
+        self.check("disk", lambda: memory.check_disk(recipe, self.steps, self.processes))
         if isinstance(recipe, RLRecipe):
             memory.print_budgets(self.console, recipe, self.budgets, self.processes)
         sharding.print_shardings(self.console, self.processes, self.shardings)
@@ -141,6 +142,11 @@ class _Checkup(Checks):
     def _template(self, recipe: TrainingRecipe) -> Iterator[Finding]:
         self.template = load_model_template(recipe.model, recipe.data.special_tokens)
         yield from rows.check_template(self.template, recipe)
+
+    def _steps(self, recipe: TrainingRecipe, sources: dict[str, list[Source]]) -> Iterator[Finding]:
+        order = rows.row_order(recipe, sources["train"])
+        self.steps = order.steps(recipe.run.max_steps)
+        yield from rows.check_steps(recipe, order)
 
     def _rows(self, recipe: TrainingRecipe, part: str, sources: Sequence[Source], max_rows: int) -> Iterator[Finding]:
         if isinstance(recipe, SFTRecipe):

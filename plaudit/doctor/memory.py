@@ -103,8 +103,8 @@ def _of(available: float) -> str:
     return f" of {gigabytes(available)}" if math.isfinite(available) else " of"
 
 
-def check_disk(recipe: TrainingRecipe, processes: Processes = ALONE) -> Iterator[Finding]:
-    """Space for the checkpoints that are kept, one that is being written, and the trained model."""
+def check_disk(recipe: TrainingRecipe, steps: int, processes: Processes = ALONE) -> Iterator[Finding]:
+    """Space for the checkpoints that are kept, one that is being written, and the trained model. `steps`: of the run."""
     together = Processes(kind=processes.kind)
     try:
         plans = [plan_policy(recipe, processes=together)]
@@ -115,15 +115,29 @@ def check_disk(recipe: TrainingRecipe, processes: Processes = ALONE) -> Iterator
     lora = recipe.model.lora
     model = 4.0 * plans[0].trainable if lora is not None and not lora.merge_on_save else plans[0].weights
     checkpoint = model + sum(plan.state for plan in plans) + sum(plan.weights for plan in plans[1:])
-    kept = recipe.run.keep_last + (1 if recipe.run.keep_best and recipe.data.val else 0)
-    needed = (kept + 1) * checkpoint + model
-    folder = Path(recipe.run.dir).absolute()
+    run = recipe.run
+    keeps_best = run.keep_best and bool(recipe.data.val)
+    if run.keep_last == "all":
+        intervals = (run.save_every, run.validate_every if keeps_best else None)
+        kept = len({steps, *(step for every in intervals if every is not None for step in range(every, steps + 1, every))})
+        needed = kept * checkpoint + model
+        what, advice = (
+            f"{kept:,} checkpoint{'s' * (kept > 1)} of {gigabytes(checkpoint)} and the trained model",
+            "set run.keep_last to a number",
+        )
+        more = f" and {gigabytes(checkpoint)} more every {run.save_every_minutes:g} minutes" if run.save_every_minutes else ""
+    else:
+        kept = run.keep_last + keeps_best
+        needed = (kept + 1) * checkpoint + model
+        what, advice = (
+            f"{kept} checkpoints of {gigabytes(checkpoint)}, one being written and the trained model",
+            "lower run.keep_last",
+        )
+        more = ""
+    folder = Path(run.dir).absolute()
     free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
-    text = (
-        f"{recipe.run.dir}: {kept} checkpoints of {gigabytes(checkpoint)}, one being written and the trained model take up to "
-        f"{gigabytes(needed)}; {gigabytes(free)} are free"
-    )
-    yield ("✓", text) if needed < free else ("!", f"{text}. Free some, lower run.keep_last, or choose another run.dir")
+    text = f"{run.dir}: {what} take up to {gigabytes(needed)}{more}; {gigabytes(free)} are free"
+    yield ("✓", text) if needed < free else ("!", f"{text}. Free some, {advice}, or choose another run.dir")
 
 
 def _check_settings(section: str, model: ModelSettings, layers: int, device: torch.device) -> Iterator[Finding]:

@@ -111,19 +111,31 @@ def check_prompts(template: ChatTemplate, samples: list[tuple[str, Conversation,
         yield "✓", "prompts have the same tokens in training and sampling"
 
 
-def check_steps(recipe: TrainingRecipe, sources: dict[str, list[Source]]) -> Iterator[Finding]:
-    rows = sum(len(source.rows()) for source in sources["train"])
+def row_order(recipe: TrainingRecipe, train: Sequence[Source]) -> RowOrder:
+    """Of all rows: filtering may leave fewer."""
     if isinstance(recipe, SFTRecipe):
-        setting, per_step, noun = "train.rows_per_step", recipe.train.rows_per_step, "rows"
+        per_step = recipe.train.rows_per_step
     elif isinstance(recipe, PreferenceRecipe):
-        setting, per_step, noun = "train.pairs_per_step", recipe.train.pairs_per_step, "pairs"
+        per_step = recipe.train.pairs_per_step
     else:
-        setting, per_step = "train.prompts_per_step", recipe.train.prompts_per_step
+        per_step = recipe.train.prompts_per_step
+    rows = sum(len(source.rows()) for source in train)
+    return RowOrder(rows, per_step=per_step, epochs=recipe.run.epochs, seed=recipe.seed, last_batch=recipe.train.last_batch)
+
+
+def check_steps(recipe: TrainingRecipe, order: RowOrder) -> Iterator[Finding]:
+    setting, noun = "train.rows_per_step", "rows"
+    if isinstance(recipe, PreferenceRecipe):
+        setting, noun = "train.pairs_per_step", "pairs"
+    elif isinstance(recipe, RLRecipe):
         updates = recipe.train.updates_per_step
-        noun = f"prompts × {recipe.rollout.n} samples, {updates} update{'s' * (updates > 1)} per step"
-    order = RowOrder(rows, per_step=per_step, epochs=recipe.run.epochs, seed=recipe.seed)
+        setting, noun = (
+            "train.prompts_per_step",
+            f"prompts × {recipe.rollout.n} samples, {updates} update{'s' * (updates > 1)} per step",
+        )
     steps = order.steps(recipe.run.max_steps)
-    yield "✓", f"at most {steps:,} step{'s' * (steps != 1)} of {min(per_step, order.total_rows):,} {noun}"
+    dropped = f"; {text}" if (text := order.dropped()) else ""
+    yield "✓", f"at most {steps:,} step{'s' * (steps != 1)} of {min(order.per_step, order.total_rows):,} {noun}{dropped}"
     if repeats := order.repeats(setting, "rows"):
         yield "!", repeats
     elif early := order.ends_early(recipe.run.max_steps):

@@ -61,7 +61,7 @@ def train_in_passes(
     """Runs all remaining steps; returns the trained model's folder. `update` turns a step's rows into micro-batches and a loss;
     `validate` passes its batches through its argument."""
     recipe, settings = run.recipe, run.recipe.run
-    order = RowOrder(len(rows), per_step=per_step, epochs=settings.epochs, seed=recipe.seed)
+    order = RowOrder(len(rows), per_step=per_step, epochs=settings.epochs, seed=recipe.seed, last_batch=recipe.train.last_batch)
     total_steps = order.steps(settings.max_steps)
     if early := order.ends_early(settings.max_steps):
         print_line(early, "yellow")
@@ -82,7 +82,7 @@ def train_in_passes(
             batches, loss = update(step_rows)
             metrics = trainer.update(batches, loss, lr_at(step - 1, total_steps, recipe.optim))
             tokens = sum(map(len, step_rows))
-            metrics |= {"tokens": float(tokens), "epoch": min(step * order.per_step, order.total_rows) / order.num_rows}
+            metrics |= {"tokens": float(tokens), "epoch": min(step * order.per_step, order.total_rows) / order.rows_per_epoch}
             metrics["time/tokens_per_s"] = tokens / metrics["time/update_s"]
 
             improved = False

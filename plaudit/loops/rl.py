@@ -35,8 +35,9 @@ from plaudit.models.trainable import load_policy, load_sampled
 from plaudit.recipe import RLDataSettings, RLRecipe
 from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, console, print_line, show_progress
-from plaudit.report.samples import best_and_worst
+from plaudit.report.samples import best_and_worst, source_line
 from plaudit.rewards.cache import own_cache
+from plaudit.rewards.metrics import rewards_by_source
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rl.collect import (
     Collector,
@@ -93,7 +94,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         prompts = _prompts("train", sources, template, recipe.data)
         val_prompts = _val_prompts(sources, template, recipe) if sources["val"] else []
         rewards.require_rewards(encoded.prompt for encoded in [*prompts, *val_prompts])
-        order = RowOrder(len(prompts), per_step=recipe.train.prompts_per_step, epochs=recipe.run.epochs, seed=recipe.seed)
+        per_step, last_batch = recipe.train.prompts_per_step, recipe.train.last_batch
+        order = RowOrder(len(prompts), per_step=per_step, epochs=recipe.run.epochs, seed=recipe.seed, last_batch=last_batch)
         total_steps = order.steps(recipe.run.max_steps)
         for note in (order.repeats("train.prompts_per_step", "prompts"), order.ends_early(recipe.run.max_steps)):
             if note is not None:
@@ -173,6 +175,8 @@ def record(
         run.write_samples("val", step, groups)
         for sample in best_and_worst(groups):
             print_line(sample.line(console.width))
+        if len(by_source := rewards_by_source(groups)) > 1:
+            print_line(source_line(by_source, console.width))
         metrics = metrics | val_metrics
         improved = step > 0 and run.note_validation(step, metrics)
     row = run.log(step, metrics)

@@ -1,7 +1,5 @@
 """transformers' TrainingArguments, which LLaMA-Factory and TRL extend: the entries that both tables start from."""
 
-from typing import Any
-
 from plaudit.other_systems.entries import (
     AUTOMATIC,
     LOGGED,
@@ -11,7 +9,6 @@ from plaudit.other_systems.entries import (
     SAVED,
     SHARDED,
     Entry,
-    Unfit,
     advice,
     composed,
     copy,
@@ -31,12 +28,6 @@ SCHEDULES = {
 BATCHES = ("train.rows_per_step", "train.pairs_per_step", "train.prompts_per_update")
 COMPILED = "layers are fused on a GPU, without a setting"
 OPTIMISERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
-
-
-def keep(value: Any) -> Any:
-    if isinstance(value, int) and value > 0:
-        return value
-    raise Unfit("it keeps every checkpoint; run.keep_last keeps 2 unless you set it")
 
 
 KEYS: dict[str, Entry] = {
@@ -64,7 +55,7 @@ KEYS: dict[str, Entry] = {
     "use_liger_kernel": copy("model.liger"),
     "save_strategy": composed("run.save_every", default="steps"),
     "save_steps": composed("run.save_every", default=500),
-    "save_total_limit": copy("run.keep_last", read=keep),
+    "save_total_limit": composed("run.keep_last"),
     "load_best_model_at_end": advice("the best checkpoint is kept (run.keep_best), and the last one is the model", "run.keep_best"),
     "eval_strategy": composed("run.validate_every", default="no"),
     "eval_steps": composed("run.validate_every"),
@@ -80,7 +71,7 @@ KEYS: dict[str, Entry] = {
     "label_smoothing_factor": advice("label smoothing is not available in SFT"),
     "neftune_noise_alpha": advice("NEFTune is not available"),
     "optim_args": advice("AdamW's settings here are optim.betas, optim.eps and optim.weight_decay", "optim"),
-    "dataloader_drop_last": composed(),
+    "dataloader_drop_last": composed("train.last_batch", default=False),
     "deepspeed": no_meaning(SHARDED, "cluster.sharding"),
     "fsdp": no_meaning(SHARDED, "cluster.sharding"),
     "fsdp_config": no_meaning(SHARDED, "cluster.sharding"),

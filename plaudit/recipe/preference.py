@@ -9,6 +9,7 @@ from plaudit.recipe.training import (
     ANY_RESUME,
     ROUNDING,
     ClusterSettings,
+    LastBatch,
     ModelSettings,
     OptimSettings,
     ReferenceSettings,
@@ -45,6 +46,9 @@ class RewardModelDataSettings(PairDataSettings):
 class PairTrainSettings(Section):
     pairs_per_step: PositiveInt = 64
     """Pairs per optimiser step: the batch size."""
+    last_batch: LastBatch = "keep"
+    """What happens to the pairs that are left at the end of an epoch, fewer than pairs_per_step. keep: they and the first of the
+    next epoch are a step; the run's last step may be short. drop: that epoch leaves them out (verl, TRL's GRPO)."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Tokens per forward pass, both answers included. Affects memory and speed, never the gradient. A longer pair is a micro-batch
     by itself."""

@@ -27,6 +27,7 @@ from plaudit.recipe.training import (
     ROUNDING,
     Checkpointing,
     ClusterSettings,
+    LastBatch,
     LoraSettings,
     ModelSettings,
     OptimSettings,
@@ -184,6 +185,9 @@ class RLTrainSettings(Section):
     """Passes over the step's samples."""
     shuffle: bool = True
     """Shuffle the prompts in each pass."""
+    last_batch: LastBatch = "keep"
+    """What happens to the prompts that are left at the end of an epoch, fewer than prompts_per_step. keep: they and the first of
+    the next epoch are a step; the run's last step may be short. drop: that epoch leaves them out (verl, TRL's GRPO)."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Tokens per forward pass. Affects memory and speed, never the gradient. A longer sequence is a micro-batch by itself."""
     max_skipped_steps: NonNegativeInt = 10

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import NonNegativeInt, PositiveInt, field_validator
 
 from plaudit.recipe.section import Files, OptionalFiles, Section, require_files
-from plaudit.recipe.training import ANY_RESUME, ROUNDING, ClusterSettings, ModelSettings, OptimSettings, RunSettings
+from plaudit.recipe.training import ANY_RESUME, ROUNDING, ClusterSettings, LastBatch, ModelSettings, OptimSettings, RunSettings
 
 
 class SFTDataSettings(Section):
@@ -31,6 +31,9 @@ class SFTDataSettings(Section):
 class SFTTrainSettings(Section):
     rows_per_step: PositiveInt = 64
     """Rows per optimiser step: the batch size."""
+    last_batch: LastBatch = "keep"
+    """What happens to the rows that are left at the end of an epoch, fewer than rows_per_step. keep: they and the first of the
+    next epoch are a step; the run's last step may be short. drop: that epoch leaves them out (verl, TRL's GRPO)."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Tokens per forward pass. Affects memory and speed, never the gradient. A longer row is a micro-batch by itself."""
     max_skipped_steps: NonNegativeInt = 10

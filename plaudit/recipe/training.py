@@ -21,8 +21,15 @@ def _require_count(value: Any) -> Any:
     return value
 
 
+def _require_number_or_all(value: Any) -> Any:
+    if value != "all" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"should be a number of checkpoints, or all, not {json.dumps(value)}")
+    return value
+
+
 Checkpointing = Annotated[bool | PositiveInt | Literal["auto"], BeforeValidator(_require_layers)]
 Placement = Literal["resident", "offload"]
+LastBatch = Literal["keep", "drop"]
 
 
 class LoraSettings(Section):
@@ -130,8 +137,8 @@ class RunSettings(Section):
     save_in_background: bool = True
     """Write checkpoints while training continues, from a copy in host memory; if there is not enough of it, training waits. Does
     not affect the result."""
-    keep_last: PositiveInt = 2
-    """Number of recent checkpoints to keep."""
+    keep_last: Annotated[PositiveInt | Literal["all"], BeforeValidator(_require_number_or_all)] = 2
+    """Number of recent checkpoints to keep. all: none is deleted, also none of save_every_minutes."""
     keep_best: bool = True
     """Also keep the checkpoint with the best validation result."""
     trackers: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab"], ...], BeforeValidator(one_or_more)] = ()

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rich.cells import cell_len
 
 from plaudit.files import atomic_file
 from plaudit.redaction import redact
-from plaudit.report.fitting import cut, printable
+from plaudit.report.fitting import Part, cut, fit, printable
 from plaudit.types import Score, ScoredGroup
 
 COLUMNS = {
@@ -103,6 +103,12 @@ def samples_to_follow(groups: Sequence[ScoredGroup], prompts: int = 6) -> list[S
     """The best and the worst sample, and the first one of the first prompts, to be compared from validation to validation."""
     followed = [(str(number), group) for number, group in enumerate(groups[:prompts], 1) if group.scores[0].value is not None]
     return best_and_worst(groups) + [_shown(number, group, 0) for number, group in followed]
+
+
+def source_line(rewards: Mapping[str, float], width: int) -> str:
+    """The mean reward of each data source on one line of a terminal; the first ones if it is too short for all."""
+    shown = [Part(f"{cut(printable(source), 40)} {reward:.4f}", i) for i, (source, reward) in enumerate(rewards.items())]
+    return fit([Part("val/reward by data_source:", 0), *shown], width)
 
 
 def _value(sample: tuple[ScoredGroup, int]) -> float:

@@ -33,16 +33,24 @@ def metrics(scored: Sequence[ScoredGroup]) -> dict[str, float]:
 
 def metrics_by_source(scored: Sequence[ScoredGroup]) -> dict[str, float]:
     """`SOURCE/reward` and `SOURCE/parts/…` for the rows of each data source; of more than MAX_SOURCES, the most frequent ones."""
+    result = {f"{source}/reward": reward for source, reward in rewards_by_source(scored).items()}
+    for source, scores in _sources(scored):
+        result |= {f"{source}/{name}": mean for name, mean in _parts(scores).items()}
+    return dict(sorted(result.items()))
+
+
+def rewards_by_source(scored: Sequence[ScoredGroup]) -> dict[str, float]:
+    """The mean reward of each data source, the most frequent one first."""
+    values = {source: [score.value for score in scores if score.value is not None] for source, scores in _sources(scored)}
+    return {source: statistics.fmean(found) for source, found in values.items() if found}
+
+
+def _sources(scored: Sequence[ScoredGroup]) -> list[tuple[str, list[Score]]]:
     sources: dict[str, list[Score]] = {}
     for group in scored:
         if group.group.prompt.data_source:
             sources.setdefault(group.group.prompt.data_source, []).extend(group.scores)
-    result: dict[str, float] = {}
-    for source, scores in sorted(sorted(sources.items(), key=lambda item: -len(item[1]))[:MAX_SOURCES]):
-        if values := [score.value for score in scores if score.value is not None]:
-            result[f"{source}/reward"] = statistics.fmean(values)
-        result |= {f"{source}/{name}": mean for name, mean in _parts(scores).items()}
-    return result
+    return sorted(sources.items(), key=lambda item: -len(item[1]))[:MAX_SOURCES]
 
 
 def _parts(scores: Sequence[Score]) -> dict[str, float]:

@@ -101,7 +101,7 @@ class Collector:
             groups, seconds = self._sample_and_score(f"step {step}", self.prompts_of(rows), step, version, greedy=greedy)
             collected = Collected(groups, groups, rows, _metrics(groups, self.rewards, seconds, self.shares.world))
         self.shares.observe(collected.sampled, training=True)
-        collected.metrics["epoch"] = self._rows_used(step) / self.order.num_rows
+        collected.metrics["epoch"] = self._rows_used(step) / self.order.rows_per_epoch
         if self.recipe.rollout.lag:
             collected.metrics["lag"] = float(step - 1 - version)
         return collected

@@ -187,7 +187,7 @@ def test_defaults_of_verl_that_differ_from_ours_are_written_out(converted):
         "rollout.max_new_tokens": 512, "data.max_prompt_tokens": 512, "data.too_long": "error", "optim.weight_decay": 0.01,
             "run.epochs": 30.0,
         "model.gradient_checkpointing": True, "critic.optim.weight_decay": 0.01, "critic.optim.lr": 1e-5,
-            "algorithm.dual_clip": 3.0,
+            "algorithm.dual_clip": 3.0, "train.last_batch": "drop",
     }  # fmt: skip
     assert {setting: recipe[setting] for setting in expected} == expected
     assert "weight_decay: 0.01" in result.recipe
@@ -202,6 +202,23 @@ def test_false_of_hydra_and_quotes_are_read(converted):
     assert recipe["algorithm.kl_coefficient"] == 0.0
     assert recipe["data.val"] == ["a.parquet", "b.parquet"]
     assert recipe["run.trackers"] == ["wandb"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept", "minutes"),
+    [
+        ("trainer.save_freq=10", "all", None),
+        ("trainer.save_freq=10 trainer.max_actor_ckpt_to_keep=null", "all", None),
+        ("trainer.save_freq=10 trainer.max_actor_ckpt_to_keep=3", 3, 30.0),
+        ("trainer.save_freq=10 trainer.remove_previous_ckpt_in_save=True", 1, 30.0),
+        ("trainer.save_freq=10 trainer.remove_previous_ckpt_in_save=False", "all", None),
+        ("trainer.max_actor_ckpt_to_keep=null", 2, 30.0),  # nothing is saved before the last step
+    ],
+)
+def test_the_checkpoints_that_verl_keeps(converted, flags, kept, minutes):
+    result, recipe = converted(VERL + flags)
+    assert (recipe["run.keep_last"], recipe["run.save_every_minutes"]) == (kept, minutes)
+    assert not {"trainer.max_actor_ckpt_to_keep", "trainer.remove_previous_ckpt_in_save"} & keys_under(result, NEEDS_YOU)
 
 
 def test_micro_batches_are_ignored_where_verl_ignores_them(converted):
@@ -427,6 +444,22 @@ def test_llamafactory_trains_a_lora_by_default(converted):
     assert "template" in keys_under(result, NEEDS_YOU)
 
 
+def test_the_last_batch_of_transformers(converted):
+    for flags, expected in (("", "keep"), ("--dataloader_drop_last false", "keep"), ("--dataloader_drop_last true", "drop")):
+        result, recipe = converted(f"trl sft --model_name_or_path m --dataset_name d {flags}")
+        assert recipe["train.last_batch"] == expected
+        assert "dataloader_drop_last" not in keys_under(result, NEEDS_YOU)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept", "minutes"),
+    [("", "all", None), ("--save_total_limit 1", 1, 30.0), ("--save_strategy no --save_total_limit 1", 2, 30.0)],
+)
+def test_the_checkpoints_that_trl_keeps(converted, flags, kept, minutes):
+    _, recipe = converted(f"trl sft --model_name_or_path m --dataset_name d {flags}")
+    assert (recipe["run.keep_last"], recipe["run.save_every_minutes"]) == (kept, minutes)
+
+
 def test_a_trl_script_is_read_from_its_syntax(converted):
     script = """
 from trl import GRPOConfig, GRPOTrainer
@@ -444,6 +477,7 @@ trainer = GRPOTrainer(
         "train.prompts_per_step": 16, "train.prompts_per_update": 8, "algorithm.aggregation": "seq-mean-token-sum-norm",
         "algorithm.divide_by_std": False, "algorithm.clip_ratio": [0.2, 0.28], "algorithm.dual_clip": None, "optim.lr": 1e-6,
         "rewards.0.function": "length", "rewards.1.kind": "scalar_model", "run.max_steps": None,
+        "train.last_batch": "drop",
     }  # fmt: skip
     assert {setting: recipe[setting] for setting in expected} == expected
     assert "max_steps" in keys_under(result, NEEDS_YOU)

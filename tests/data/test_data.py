@@ -18,7 +18,7 @@ from plaudit.data.order import RowOrder
 from plaudit.data.pack import micro_batches, pack, split_by_tokens
 from plaudit.data.row_ids import name_sources
 from plaudit.data.rows import read_rows
-from plaudit.errors import DataError
+from plaudit.errors import DataError, RecipeError
 from plaudit.seeding import stable_seed
 from plaudit.types import Example
 from support.rows import arithmetic_rows, write_jsonl
@@ -640,6 +640,32 @@ def test_steps_span_epochs_and_the_last_is_short():
     order = RowOrder(10, per_step=4, epochs=2.5, seed=0)
     assert [len(order.rows(step)) for step in range(order.num_steps)] == [4, 4, 4, 4, 4, 4, 1]
     assert sorted(order.rows(0) + order.rows(1) + order.rows(2)[:2]) == list(range(10))
+
+
+def test_dropping_the_last_batch_leaves_whole_steps_of_one_epoch_each():
+    order = RowOrder(10, per_step=4, epochs=2.5, seed=0, last_batch="drop")
+    steps = [order.rows(step) for step in range(order.num_steps)]
+    assert [len(rows) for rows in steps] == [4, 4, 4, 4, 4]  # two in each epoch, one in the half
+    for epoch in (0, 1):
+        rows = steps[2 * epoch] + steps[2 * epoch + 1]
+        assert len(set(rows)) == 8
+        assert rows == RowOrder(10, per_step=10, epochs=3, seed=0).rows(epoch)[:8]  # of the same permutation
+    assert order.dropped() == "each epoch leaves 2 of 10 rows out (train.last_batch: drop)"
+    # 7,544 prompts at 64 per step, two epochs
+    assert RowOrder(7544, per_step=64, epochs=2, seed=0, last_batch="drop").num_steps == 234
+    assert RowOrder(7544, per_step=64, epochs=2, seed=0).num_steps == 236
+
+
+def test_dropping_nothing_changes_nothing():
+    kept, dropped = (RowOrder(12, per_step=4, epochs=2, seed=3, last_batch=last) for last in ("keep", "drop"))
+    assert stream(kept) == stream(dropped)
+    assert dropped.dropped() is None
+
+
+@pytest.mark.parametrize(("per_step", "epochs"), [(11, 3), (4, 0.3)])
+def test_dropping_every_row_is_refused(per_step, epochs):
+    with pytest.raises(RecipeError, match=r"train.last_batch is drop, and .* of 10 rows are less than one step of .*: take fewer"):
+        RowOrder(10, per_step=per_step, epochs=epochs, seed=0, last_batch="drop")
 
 
 @pytest.mark.parametrize(("epochs", "rows"), [(1.1, 110), (0.07, 7), (0.29, 29), (1e-9, 1), (3, 300)])

@@ -46,7 +46,7 @@ from plaudit.types import Experience
 from support.engine_contract import attention
 from support.experience import batches_of
 from support.processes import Command
-from support.recipes import Stopped, rl_recipe, train_rl, write_recipe
+from support.recipes import Stopped, rl_recipe, stop_before, train_rl, write_recipe
 from support.rows import prompt_rows, write_jsonl
 
 
@@ -945,6 +945,22 @@ def test_every_epoch_of_a_step_trains_on_each_sample_once(tmp_path, recipe, reco
         assert (orders[0] == orders[1]) == (not train.get("shuffle", True))
 
 
+def test_an_epochs_last_short_batch_is_dropped_also_on_resume(tmp_path, recipe, monkeypatch):
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", prompt_rows(3))
+    settings = {"prompts": prompts, "train": {"prompts_per_step": 2, "last_batch": "drop"}}
+    settings["run"] = {"epochs": 2, "max_steps": None, "save_every": 1}
+    train_rl(recipe("reference", **settings))
+    assert [row["epoch"] for row in metrics_of(tmp_path / "reference")] == [1.0, 2.0]
+    for step in (1, 2):
+        assert len({row["prompt_id"] for row in samples_of(tmp_path / "reference", step)}) == 2
+    file = recipe("stopped", **settings)
+    stop_before(monkeypatch, step=2)
+    with pytest.raises(Stopped):
+        train_rl(file)
+    train_rl(file)
+    assert_same_result(tmp_path / "stopped", tmp_path / "reference")
+
+
 def test_a_prompt_that_occurs_twice_in_a_step_is_sampled_twice(tmp_path, recipe):
     """A step may span two epochs, or need more prompts than the data has; a file may be listed twice."""
     prompts = write_jsonl(tmp_path / "three.jsonl", prompt_rows(3))
@@ -1046,6 +1062,26 @@ def test_validation_is_greedy_by_default(tmp_path, recipe, prompts_file, engine_
             assert row["val/sums/reward"] == row["val/reward"]  # all of one data source
             assert row["val/length"] == pytest.approx(np.mean([sample["tokens"] for sample in samples]))
     assert sorted(path.name for path in (tmp_path / "run/samples").glob("val_*")) == [f"val_{s:06d}.parquet" for s in (0, 2, 4, 5)]
+
+
+def test_validation_is_reported_by_data_source(tmp_path, recipe, capsys):
+    files = []
+    for source in ("sums", "open/web", None):
+        rows = [{**row, "data_source": source} if source else {"prompt": row["prompt"]} for row in prompt_rows(3 if source else 1)]
+        files.append(str(write_jsonl(tmp_path / f"{len(files)}.jsonl", rows)))
+    train_rl(recipe(data={"val": files}, run={"max_steps": 1, "validate_first": False}))
+    [row] = metrics_of(tmp_path / "run")
+    samples = samples_of(tmp_path / "run", 1, "val")
+    means = {}
+    for source in ("sums", "open/web"):
+        means[source] = np.mean([sample["reward"] for sample in samples if sample["data_source"] == source])
+        assert row[f"val/{source}/reward"] == pytest.approx(means[source])
+    # The prompt without a source is in the mean of all only.
+    assert len(samples) == 7
+    assert row["val/reward"] == pytest.approx(np.mean([sample["reward"] for sample in samples]))
+    found = {name for name in row if name.startswith("val/") and name.endswith("/reward")}
+    assert found == {"val/reward", "val/sums/reward", "val/open/web/reward"}
+    assert f"val/reward by data_source:  sums {means['sums']:.4f}  open/web {means['open/web']:.4f}" in capsys.readouterr().err
 
 
 def test_validation_has_its_own_sampling_settings(tmp_path, recipe, prompts_file, engine_calls):

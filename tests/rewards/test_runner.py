@@ -23,7 +23,7 @@ from plaudit.errors import RecipeError, ServerGone, StopRequested, TrainingStopp
 from plaudit.recipe import RLRecipe, ScoreRecipe
 from plaudit.rewards.combine import combine
 from plaudit.rewards.functions.function import Function, FunctionLimits
-from plaudit.rewards.metrics import metrics, metrics_by_source
+from plaudit.rewards.metrics import metrics, metrics_by_source, rewards_by_source
 from plaudit.rewards.reward import LiveReward, Reward, Rule
 from plaudit.rewards.rules.exact import Exact
 from plaudit.rewards.runner import RewardRunner
@@ -466,6 +466,7 @@ def test_metrics_by_data_source():
         "sums/reward": 0.0,
         "sums/parts/style": 0.5,
     }
+    assert list(rewards_by_source(scored).items()) == [("openai/gsm8k", 0.75), ("sums", 0.0)]  # the most frequent one first
     rare = [of(f"row {i}", Score(1.0)) for i in range(100)]
     assert "sums/reward" in metrics_by_source([*rare, *scored, *scored])
     assert len(metrics_by_source(rare)) == 50
