@@ -97,13 +97,14 @@ def _own_rules(c: Conversion) -> None:
     )
 
 
-def _overlong(c: Conversion, section: str, limit: str, *, capped: bool) -> None:
+def _overlong(c: Conversion, section: str, limit: str, *, capped: bool, gate: dict[str, Any] | None = None) -> None:
     keys = [f"{section}.{name}" for name in ("enable", "len", "penalty_factor")]
     if c.is_on(f"{section}.enable"):
         tokens = c.value(limit) or c.value("data.max_response_length")
         reward = {"kind": "overlong", "max_tokens": tokens, "buffer_tokens": c.value(f"{section}.len")}
         if (penalty := c.value(f"{section}.penalty_factor")) not in (None, 1, 1.0):
             reward["penalty"] = penalty
+        reward |= {} if gate is None else {"gate": gate}
         c.reward(reward if capped else reward | {"capped": False}, *keys, *([limit] if limit.startswith(RM) else []))
     c.no_meaning("the overlong penalty is off", *keys, *([limit] if limit.startswith(RM) else []))
 
@@ -143,8 +144,11 @@ def _processor(c: Conversion) -> None:
         c.rewards[-1]["answer"] = answer
     c.no_meaning("what the judge's answer ends with: `answer` of the reward", f"{RM}.custom_processor.group_prompt_type")
     c.needs("put the example into the judge's template", f"{RM}.custom_processor.group_add_example")
-    section = f"{RM}.custom_processor.overlong_buffer"
-    _overlong(c, section, f"{section}.max_resp_len", capped=True)
+    section, judged = f"{RM}.custom_processor.overlong_buffer", c.rewards[-1]
+    # The default reward of a response that was not compared is complete: no penalty is added to it.
+    default = judged.get("malformed") if judged["kind"] == "group_judge" else None
+    gate = None if default is None else {"reward": "group_judge", "above": default}
+    _overlong(c, section, f"{section}.max_resp_len", capped=True, gate=gate)
     if c.value(FUNCTION):
         c.no_meaning("verl needs a function beside its reward model, which returns 0", FUNCTION, FUNCTION_NAME)
 
