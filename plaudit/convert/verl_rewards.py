@@ -245,7 +245,7 @@ def _verifier(c: Conversion) -> None:
     judge["sampling"] = {"max_new_tokens": 2048 if rubric else 8}
     judge["limits"] = {"unreadable_retries": 3, "retry_temperature": 0.3}
     if not rubric:
-        judge["view"] = {"extract": "boxed"}
+        judge["view"] = {"extract": "answer"}
     cascade: dict[str, Any] = {"kind": "cascade", "when": {"data_source": JUDGED}, "mode": mode, "judge": judge}
     if mode != "only":
         cascade["rule"] = {"kind": "math"}

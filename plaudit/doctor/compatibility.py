@@ -17,6 +17,7 @@ from plaudit.doctor.sanity_pairs import format_answer
 from plaudit.recipe import RLRecipe, View
 from plaudit.reward_models.backend import Backend, GenerationRequest
 from plaudit.rewards.judges.group_judge import GroupJudge
+from plaudit.rewards.judges.judge import Judge
 from plaudit.rewards.judges.model_rewards import ModelReward
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rewards.view import see
@@ -57,6 +58,7 @@ def check_compatibility(check: ModelRewardCheck, policy: PolicyContext | None) -
         if backend.inputs:
             yield from _template(name, reward, check.renderers.get(name), backend.inputs[0])
         yield from _answer_room(name, reward, backend.model_info.context)
+        yield from _final_answer(name, reward)
     if policy is None or check.name not in check.renderers:
         return
     renderer = check.renderers[check.name]
@@ -146,6 +148,16 @@ def _answer_room(name: str, reward: ModelReward, context: int | None) -> Iterato
 
 
 # The policy's output -------------------------------------------------------------------------------------------------
+
+
+def _final_answer(name: str, reward: ModelReward) -> Iterator[Finding]:
+    """Whether a verifier with our prompt reads what that prompt announces."""
+    if isinstance(reward, Judge) and reward.template is None and reward.parser == "true_false" and reward.view.extract == "none":
+        yield (
+            "!",
+            f"{name}: its prompt says that only the final answer is shown, and it reads the whole response, which may argue for "
+            "itself. view: {extract: answer} shows the answer alone",
+        )
 
 
 def _thoughts(name: str, reward: ModelReward, renderer: InputRenderer | None, policy: PolicyContext) -> Iterator[Finding]:
