@@ -198,6 +198,7 @@ def _several_models(c: Conversion) -> None:
         reward = {
             "kind": "plugin", "name": name if names.count(name) == 1 else f"{name}_{i}", "path": f"{RMS_PLUGINS}/{name}.py",
             "model": {"path": _at(paths, i, "${REWARD_MODEL}"), "placement": "offload"},
+            "prompt_column": f"rm_prompt_{i}",
             "sampling": {"max_new_tokens": RMS_ANSWER_TOKENS, "temperature": _at(temperatures, i, 0.0)},
             "weight": _at(weights, i, 1.0), "combine": {"mul": "multiply"}.get(_at(combines, i, "add"), _at(combines, i, "add")),
             "gate": {"reward": "rule", "above": 0.999},
@@ -205,8 +206,8 @@ def _several_models(c: Conversion) -> None:
         c.reward({key: value for key, value in reward.items() if (key, value) not in (("weight", 1.0), ("combine", "add"))})
     c.reward_keys(range(1, len(c.rewards)), *keys)
     c.remark(
-        "rewards: as in VeRL-with-rms, reward models count only where the rule gives 1 (gate); rows have a column "
-        "rm_prompt (docs/reward_models/plugin.md)"
+        "rewards: as in VeRL-with-rms, reward models count only where the rule gives 1 (gate); each reads its own column "
+        "of the rows (prompt_column: rm_prompt_0, rm_prompt_1, …; docs/reward_models/plugin.md)"
     )
     if "mul" in combines:
         c.remark(

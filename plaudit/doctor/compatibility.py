@@ -63,7 +63,8 @@ def check_compatibility(check: ModelRewardCheck, policy: PolicyContext | None) -
         return
     renderer = check.renderers[check.name]
     yield from _thoughts(check.name, check.reward, renderer, policy)
-    yield from _tokens(check.name, check.backends[check.name][1].inputs, renderer, policy)
+    column = getattr(check.reward, "prompt_column", None) or "rm_prompt"
+    yield from _tokens(check.name, check.backends[check.name][1].inputs, renderer, policy, column)
 
 
 # The reward model's chat template ------------------------------------------------------------------------------------
@@ -189,14 +190,16 @@ def _thoughts(name: str, reward: ModelReward, renderer: InputRenderer | None, po
         )
 
 
-def _tokens(name: str, inputs: Sequence[ModelInput], renderer: InputRenderer | None, policy: PolicyContext) -> Iterator[Finding]:
+def _tokens(
+    name: str, inputs: Sequence[ModelInput], renderer: InputRenderer | None, policy: PolicyContext, column: str
+) -> Iterator[Finding]:
     """The policy's special tokens spelt out in the reward model's input."""
     tokenizer: Any = policy.template.tokenizer
     # Special tokens are stripped from a response's text; other added tokens are not.
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     raw = [one.text for one in inputs if isinstance(one, GenerationRequest) and one.text is not None]
     data = [str(message.get("content") or "") for prompt in policy.prompts for message in prompt.messages]
-    data += [str(prompt.extra_info["rm_prompt"]) for prompt in policy.prompts if "rm_prompt" in prompt.extra_info]
+    data += [str(prompt.extra_info[column]) for prompt in policy.prompts if column in prompt.extra_info]
     for token in sorted(special | set(tokenizer.get_added_vocab())):
         if matches := sum(token in text for text in data):
             where, advice = f"it occurs in {matches:,} of {len(data):,} messages of the data", "remove it"

@@ -115,6 +115,7 @@ def test_every_key_of_the_launch_scripts_has_a_line(reference_commands, tmp_path
                 "algorithm.entropy_coefficient": 0.001, "algorithm.dual_clip": None, "algorithm.kl_coefficient": 0.0,
                     "algorithm.kl_reward": None,
                 "rewards.0.mode": "addon", "rewards.0.judge.parser": "true_false", "rewards.0.rule.kind": "math",
+                    "rewards.0.judge.view.extract": "answer",
                     "run.validate_first": True,
             },
         ),
@@ -122,7 +123,7 @@ def test_every_key_of_the_launch_scripts_has_a_line(reference_commands, tmp_path
             "several_rms_multi_node_add_mul",
             {
                 "algorithm.kind": "reinforce++", "algorithm.kl_coefficient": 1e-4, "rewards.1.kind": "plugin",
-                    "rewards.1.weight": 0.3,
+                    "rewards.1.weight": 0.3, "rewards.1.prompt_column": "rm_prompt_0", "rewards.2.prompt_column": "rm_prompt_1",
                 "rewards.2.combine": "multiply", "rewards.2.gate.reward": "rule", "reference.placement": "offload",
                 "optim.placement": "offload", "rollout.temperature": 0.8,
             },
