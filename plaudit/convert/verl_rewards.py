@@ -97,13 +97,14 @@ def _own_rules(c: Conversion) -> None:
     )
 
 
-def _overlong(c: Conversion, section: str, limit: str, *, capped: bool) -> None:
+def _overlong(c: Conversion, section: str, limit: str, *, capped: bool, gate: dict[str, Any] | None = None) -> None:
     keys = [f"{section}.{name}" for name in ("enable", "len", "penalty_factor")]
     if c.is_on(f"{section}.enable"):
         tokens = c.value(limit) or c.value("data.max_response_length")
         reward = {"kind": "overlong", "max_tokens": tokens, "buffer_tokens": c.value(f"{section}.len")}
         if (penalty := c.value(f"{section}.penalty_factor")) not in (None, 1, 1.0):
             reward["penalty"] = penalty
+        reward |= {} if gate is None else {"gate": gate}
         c.reward(reward if capped else reward | {"capped": False}, *keys, *([limit] if limit.startswith(RM) else []))
     c.no_meaning("the overlong penalty is off", *keys, *([limit] if limit.startswith(RM) else []))
 
@@ -143,8 +144,11 @@ def _processor(c: Conversion) -> None:
         c.rewards[-1]["answer"] = answer
     c.no_meaning("what the judge's answer ends with: `answer` of the reward", f"{RM}.custom_processor.group_prompt_type")
     c.needs("put the example into the judge's template", f"{RM}.custom_processor.group_add_example")
-    section = f"{RM}.custom_processor.overlong_buffer"
-    _overlong(c, section, f"{section}.max_resp_len", capped=True)
+    section, judged = f"{RM}.custom_processor.overlong_buffer", c.rewards[-1]
+    # The default reward of a response that was not compared is complete: no penalty is added to it.
+    default = judged.get("malformed") if judged["kind"] == "group_judge" else None
+    gate = None if default is None else {"reward": "group_judge", "above": default}
+    _overlong(c, section, f"{section}.max_resp_len", capped=True, gate=gate)
     if c.value(FUNCTION):
         c.no_meaning("verl needs a function beside its reward model, which returns 0", FUNCTION, FUNCTION_NAME)
 
@@ -194,6 +198,7 @@ def _several_models(c: Conversion) -> None:
         reward = {
             "kind": "plugin", "name": name if names.count(name) == 1 else f"{name}_{i}", "path": f"{RMS_PLUGINS}/{name}.py",
             "model": {"path": _at(paths, i, "${REWARD_MODEL}"), "placement": "offload"},
+            "prompt_column": f"rm_prompt_{i}",
             "sampling": {"max_new_tokens": RMS_ANSWER_TOKENS, "temperature": _at(temperatures, i, 0.0)},
             "weight": _at(weights, i, 1.0), "combine": {"mul": "multiply"}.get(_at(combines, i, "add"), _at(combines, i, "add")),
             "gate": {"reward": "rule", "above": 0.999},
@@ -201,8 +206,8 @@ def _several_models(c: Conversion) -> None:
         c.reward({key: value for key, value in reward.items() if (key, value) not in (("weight", 1.0), ("combine", "add"))})
     c.reward_keys(range(1, len(c.rewards)), *keys)
     c.remark(
-        "rewards: as in VeRL-with-rms, reward models count only where the rule gives 1 (gate); rows have a column "
-        "rm_prompt (docs/reward_models/plugin.md)"
+        "rewards: as in VeRL-with-rms, reward models count only where the rule gives 1 (gate); each reads its own column "
+        "of the rows (prompt_column: rm_prompt_0, rm_prompt_1, …; docs/reward_models/plugin.md)"
     )
     if "mul" in combines:
         c.remark(
@@ -241,7 +246,7 @@ def _verifier(c: Conversion) -> None:
     judge["sampling"] = {"max_new_tokens": 2048 if rubric else 8}
     judge["limits"] = {"unreadable_retries": 3, "retry_temperature": 0.3}
     if not rubric:
-        judge["view"] = {"extract": "boxed"}
+        judge["view"] = {"extract": "answer"}
     cascade: dict[str, Any] = {"kind": "cascade", "when": {"data_source": JUDGED}, "mode": mode, "judge": judge}
     if mode != "only":
         cascade["rule"] = {"kind": "math"}

@@ -17,6 +17,7 @@ from plaudit.doctor.sanity_pairs import format_answer
 from plaudit.recipe import RLRecipe, View
 from plaudit.reward_models.backend import Backend, GenerationRequest
 from plaudit.rewards.judges.group_judge import GroupJudge
+from plaudit.rewards.judges.judge import Judge
 from plaudit.rewards.judges.model_rewards import ModelReward
 from plaudit.rewards.runner import RewardRunner
 from plaudit.rewards.view import see
@@ -57,11 +58,13 @@ def check_compatibility(check: ModelRewardCheck, policy: PolicyContext | None) -
         if backend.inputs:
             yield from _template(name, reward, check.renderers.get(name), backend.inputs[0])
         yield from _answer_room(name, reward, backend.model_info.context)
+        yield from _final_answer(name, reward)
     if policy is None or check.name not in check.renderers:
         return
     renderer = check.renderers[check.name]
     yield from _thoughts(check.name, check.reward, renderer, policy)
-    yield from _tokens(check.name, check.backends[check.name][1].inputs, renderer, policy)
+    column = getattr(check.reward, "prompt_column", None) or "rm_prompt"
+    yield from _tokens(check.name, check.backends[check.name][1].inputs, renderer, policy, column)
 
 
 # The reward model's chat template ------------------------------------------------------------------------------------
@@ -148,6 +151,16 @@ def _answer_room(name: str, reward: ModelReward, context: int | None) -> Iterato
 # The policy's output -------------------------------------------------------------------------------------------------
 
 
+def _final_answer(name: str, reward: ModelReward) -> Iterator[Finding]:
+    """Whether a verifier with our prompt reads what that prompt announces."""
+    if isinstance(reward, Judge) and reward.template is None and reward.parser == "true_false" and reward.view.extract == "none":
+        yield (
+            "!",
+            f"{name}: its prompt says that only the final answer is shown, and it reads the whole response, which may argue for "
+            "itself. view: {extract: answer} shows the answer alone",
+        )
+
+
 def _thoughts(name: str, reward: ModelReward, renderer: InputRenderer | None, policy: PolicyContext) -> Iterator[Finding]:
     view = reward.view
     if not policy.thinks:
@@ -177,14 +190,16 @@ def _thoughts(name: str, reward: ModelReward, renderer: InputRenderer | None, po
         )
 
 
-def _tokens(name: str, inputs: Sequence[ModelInput], renderer: InputRenderer | None, policy: PolicyContext) -> Iterator[Finding]:
+def _tokens(
+    name: str, inputs: Sequence[ModelInput], renderer: InputRenderer | None, policy: PolicyContext, column: str
+) -> Iterator[Finding]:
     """The policy's special tokens spelt out in the reward model's input."""
     tokenizer: Any = policy.template.tokenizer
     # Special tokens are stripped from a response's text; other added tokens are not.
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     raw = [one.text for one in inputs if isinstance(one, GenerationRequest) and one.text is not None]
     data = [str(message.get("content") or "") for prompt in policy.prompts for message in prompt.messages]
-    data += [str(prompt.extra_info["rm_prompt"]) for prompt in policy.prompts if "rm_prompt" in prompt.extra_info]
+    data += [str(prompt.extra_info[column]) for prompt in policy.prompts if column in prompt.extra_info]
     for token in sorted(special | set(tokenizer.get_added_vocab())):
         if matches := sum(token in text for text in data):
             where, advice = f"it occurs in {matches:,} of {len(data):,} messages of the data", "remove it"

@@ -68,7 +68,7 @@ def _answer(ground_truth: Any) -> str | None:
 def format_answer(view: View, answer: str) -> str:
     """A response from which the view extracts this answer."""
     match view.extract:
-        case "boxed":
+        case "boxed" | "answer":
             answer = f"\\boxed{{{answer}}}"
         case "codeblock":
             answer = f"```\n{answer}\n```"

@@ -35,9 +35,9 @@ class View(Section):
     """A longcot_config.json whose delimiters mark the answer, instead of `think`."""
     strict: bool = False
     """With longcot_config: where a delimiter is missing, the reward sees `[NULL]` and the response is malformed."""
-    extract: Literal["none", "line", "codeblock", "oneline", "boxed", "tag"] = "none"
+    extract: Literal["none", "line", "codeblock", "oneline", "boxed", "answer", "tag"] = "none"
     """The part of the answer that is scored: all of it; the last line; the single fenced block at its end; all of it if it is one
-    line; the contents of the last \\boxed{}; the contents of the last <tag>."""
+    line; the contents of the last \\boxed{}; the final answer as the math rule reads it; the contents of the last <tag>."""
     tag: str | None = None
     """The tag's name, for extract: tag."""
 

@@ -123,6 +123,7 @@ _WHAT = {
     "codeblock": "single fenced block at its end",
     "oneline": "single line that is all of it",
     "boxed": "\\boxed{…}",
+    "answer": "final answer",
     "tag": "closed tag",
 }
 
@@ -137,6 +138,8 @@ def _extract(view: View, text: str) -> str | None:
             found = None if "\n" in text.strip() else text
         case "boxed":
             found = last_boxed(text)
+        case "answer":
+            found = _final_answer(text)
         case _:
             found = _tagged(text, view.tag or "")
     return None if found is None or not found.strip() else found.strip()
@@ -151,6 +154,18 @@ def _codeblock(text: str) -> str | None:
     if len(fences) != 2 or fences[1].group().strip() != FENCE or fences[1].end() != len(text):
         return None
     return text[fences[0].end() : fences[1].start()]
+
+
+def _final_answer(text: str) -> str | None:
+    """The answer as the math rule reads it. A judge is easier to fool than that rule, so some that the rule would compare are none
+    here: prose that nothing announces as the answer ("Let us think."), signs without a letter or a digit, and long texts."""
+    from plaudit.rewards.rules.maths.answers import LONGEST_ANSWER, announces_answer, find_answer, normalise
+
+    # On one line: it cannot imitate the headings of a judge's prompt.
+    found = " ".join((find_answer(text) or "").split())
+    if len(found) > LONGEST_ANSWER or not re.search(r"\w", normalise(found)):
+        return None
+    return found if announces_answer(text) or re.search(r"\d", found) else None
 
 
 def last_boxed(text: str) -> str | None:

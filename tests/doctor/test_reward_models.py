@@ -377,8 +377,8 @@ def test_pairs_come_from_rows_whose_ground_truths_are_answers(scalar):
 
 @pytest.mark.parametrize(
     "view",
-    [{"extract": "boxed"}, {"extract": "codeblock"}, {"extract": "tag", "tag": "answer"}, {"extract": "line"},
-     {"extract": "oneline"}, {"think": "strict"}, {"think": "strict", "extract": "boxed"},
+    [{"extract": "boxed"}, {"extract": "answer"}, {"extract": "codeblock"}, {"extract": "tag", "tag": "answer"},
+     {"extract": "line"}, {"extract": "oneline"}, {"think": "strict"}, {"think": "strict", "extract": "boxed"},
      {"think": "strip", "extract": "codeblock"}],
 )  # fmt: skip
 def test_view_extracts_the_formatted_answer(view):
@@ -504,6 +504,13 @@ def test_lengths_for_a_served_model_are_estimated(doctor, server, tmp_path):
     server.max_model_len = 1100
     [found] = mismatches(doctor, judge_reward(server.url, tmp_path / "t.jinja"), rollout={"max_new_tokens": 500})
     assert "of 76 tokens (an estimate in the policy's tokens): longer samples would be malformed for 100%" in found
+
+
+@pytest.mark.parametrize(("view", "warns"), [({}, True), ({"extract": "answer"}, False), ({"extract": "boxed"}, False)])
+def test_a_verifier_that_reads_more_than_the_final_answer_is_reported(doctor, server, view, warns):
+    reward = {"kind": "judge", "parser": "true_false", "model": {"placement": "server", "url": server.url}, "view": view}
+    found = mismatches(doctor, reward, stage="score")
+    assert any("view: {extract: answer}" in one for one in found) == warns
 
 
 def test_missing_room_for_the_judges_answer_is_reported(doctor, server, tmp_path):

@@ -21,8 +21,10 @@ from plaudit.rewards.combine import combine
 from plaudit.rewards.judges.judge import JsonField
 from plaudit.rewards.judges.rubric_judge import Criterion
 from plaudit.rewards.judges.similarity import LiveSimilarity
+from plaudit.rewards.reward import build
+from plaudit.rewards.runner import RewardRunner
 from plaudit.scoring import Scorer
-from support.judges import collect, make, scores_of
+from support.judges import Scripted, collect, make, scores_of, with_backend
 from support.paths import REPOSITORY
 from support.rewards import group, values
 from support.servers import stand_in_judge
@@ -47,6 +49,8 @@ def test_every_rule_has_an_example():
 @pytest.mark.parametrize(("settings", "line"), EXAMPLES, ids=[line.strip()[:50] for _, line in EXAMPLES])
 def test_example(settings, line):
     reward = yaml.safe_load(settings)
+    if reward["kind"] in ("bleu", "chrf"):
+        pytest.importorskip("sacrebleu", reason="needs plaudit[translation]")
     given, _, expected = line[4:].rpartition("      → ")
     response, _, truth = given.partition("      truth ")
     value, malformed = float(re.match(r"-?[\d.]+", expected)[0]), "malformed" in expected  # pyright: ignore
@@ -323,6 +327,21 @@ def test_number_of_calls_for_groups(count, votes, calls):
     reward = make("group_judge", "?", votes=votes, limits={"unreadable_retries": 0})
     scores_of(reward, *(f"t{i}" for i in range(count)))
     assert len(reward.backend.calls) == calls
+
+
+def test_the_translation_recipe_counts_the_default_reward_once():
+    """A response that is not judged costs 0.04, however long it is; a judged one gets its score minus the penalty."""
+
+    def say(prompt: str) -> str:  # every candidate is its own score
+        scores = sorted(re.findall(r"^\[([A-Z])\]\n(\d)$", prompt, re.M), key=lambda one: -int(one[1]))
+        return f"So:\n{' > '.join(letter for letter, _ in scores)}\nScores:\n{', '.join(map(': '.join, scores))}"
+
+    blocks = re.findall(r"```yaml\n(rewards:.*?)```", PAGES["group_judge"], re.S)
+    judge, overlong = ScoreRecipe.model_validate(yaml.safe_load(next(block for block in blocks if "overlong" in block))).rewards
+    row = {"responses": ["```\n8\n```", "```\n5\n```", "cut off", "no block"], "tokens": [100, 4096, 4096, 100]}
+    with RewardRunner([with_backend(judge, Scripted(say)), build(overlong)]) as runner:
+        [scored] = runner.collect([parse_group(row, "p", "row")])
+    assert values(scored) == pytest.approx([0.08, 0.05 - 0.04, -0.04, -0.04])
 
 
 def test_similarity_by_hand(monkeypatch):

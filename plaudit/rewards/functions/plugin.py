@@ -3,9 +3,10 @@
     inputs = rm_preprocess(text_prompts, text_responses, tgt_tokenizer)       lists of texts → list of texts
     scores = rm_postprocess(results)                                          list of the model's answers → list of numbers
 
-text_prompts are the rows' `rm_prompt` (which may be empty), or the last user message where a row has none; text_responses are the
-responses as the reward's view leaves them; tgt_tokenizer is the reward model's. An input is the model's complete prompt, special
-tokens included; messages are rendered with its chat template. Both functions get the samples of one group at a time.
+text_prompts are the rows' `prompt_column` (which may be empty); by default `rm_prompt`, or the last user message where a row has
+none. text_responses are the responses as the reward's view leaves them; tgt_tokenizer is the reward model's. An input is the
+model's complete prompt, special tokens included; messages are rendered with its chat template. Both functions get the samples of
+one group at a time.
 
 Differs from the original: the functions run in worker processes with a time limit, like every user function. If a call for several
 samples raises or hangs, each sample is tried alone, so that one bad response fails by itself. A sample whose score is not a number
@@ -28,8 +29,8 @@ from plaudit.recipe.limits import JudgeLimits
 from plaudit.recipe.reward_models import JudgeSampling, RewardModel
 from plaudit.reward_models.backend import GenerationRequest, may_be_retried
 from plaudit.rewards.functions.worker_pool import UserCode, WorkerPool
-from plaudit.rewards.judges.model_rewards import LiveModelReward, ModelReward, Reply, prompt_text, sampling_params
-from plaudit.rewards.judges.templates import question_of
+from plaudit.rewards.judges.model_rewards import LiveModelReward, PromptedReward, Reply, prompt_text, sampling_params
+from plaudit.rewards.judges.templates import Unrenderable, given_prompt, question_of
 from plaudit.rewards.reward import failed
 from plaudit.types import Failure, Group, Prompt, Score
 
@@ -46,7 +47,7 @@ class PluginLimits(JudgeLimits):
     null for no limit."""
 
 
-class Plugin(ModelReward):
+class Plugin(PromptedReward):
     kind: Literal["plugin"]
     """A file with rm_preprocess and rm_postprocess, around a generating reward model."""
     path: str
@@ -88,7 +89,11 @@ class LivePlugin(LiveModelReward[Plugin]):
         return list(await asyncio.gather(*map(self._score, groups)))
 
     async def _score(self, group: Group) -> list[Score]:
-        prompt, responses = _rm_prompt(group.prompt), [sample.text for sample in group.samples]
+        try:
+            prompt = _rm_prompt(group.prompt, self.settings.prompt_column)
+        except Unrenderable as error:
+            return [Score(None, failure=error.failure, view=sample.text) for sample in group.samples]
+        responses = [sample.text for sample in group.samples]
         # A complete prompt comes back as text, in which only marks show what it quotes; honest responses contain no control tokens.
         control_tokens = self.backend.control_tokens
         quoting = control_tokens and control_tokens.quoting([prompt, *responses])
@@ -163,8 +168,9 @@ def _tokenizer(model: RewardModel) -> str | None:
     return model.path if model.path is not None and Path(model.path).is_dir() else None
 
 
-def _rm_prompt(prompt: Prompt) -> str:
-    given = prompt.extra_info.get("rm_prompt")
+def _rm_prompt(prompt: Prompt, column: str | None) -> str:
+    """The prompt for the model's inputs, which the file may ignore. Raises Unrenderable if the row lacks the column."""
+    given = prompt.extra_info.get("rm_prompt") if column is None else given_prompt(prompt, column)
     if isinstance(given, list):
         return "\n".join(str(message.get("content", "")) if isinstance(message, dict) else str(message) for message in given)
     return question_of(prompt) if given is None else str(given)

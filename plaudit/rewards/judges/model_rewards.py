@@ -23,7 +23,7 @@ from plaudit.recipe.reward_models import DIVIDED_BY_SERVER, JudgeSampling, Rewar
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, SamplingParams, may_be_retried
 from plaudit.reward_models.model_registry import acquire_model
 from plaudit.rewards.judges.parsing import strip_thoughts
-from plaudit.rewards.judges.templates import BUILT_IN, JudgeTemplate, Unrenderable, quoted_strings
+from plaudit.rewards.judges.templates import BUILT_IN, JudgeTemplate, Unrenderable, quoted_strings, with_prompt_of
 from plaudit.rewards.reward import LiveReward, Loadable, Reward
 from plaudit.turns import turns
 from plaudit.types import Failure, Group, Message, Prompt, Sample, Score
@@ -73,6 +73,18 @@ class ModelReward(Reward):
     @property
     def models(self) -> list[str]:
         return [*self.model.local_paths, *super().models]
+
+
+class PromptedReward(ModelReward):
+    """A reward whose model reads the prompt too, the policy's or its own."""
+
+    prompt_column: str | None = None
+    """The row's column with this model's prompt (text or messages), where it differs from the policy's: such as rm_prompt_0 for one
+    reward model and rm_prompt_1 for another."""
+
+    def own_prompt(self, prompt: Prompt) -> Prompt:
+        """The row as its model reads it: with the prompt of `prompt_column`. Raises Unrenderable if the row lacks that."""
+        return prompt if self.prompt_column is None else with_prompt_of(prompt, self.prompt_column)
 
 
 M = TypeVar("M", bound=ModelReward)
@@ -172,7 +184,7 @@ class Reply(Generic[T]):
         return Score(None, failure=self.failure, view=view, trace=self.trace)
 
 
-class JudgeReward(ModelReward):
+class JudgeReward(PromptedReward):
     """A reward whose model generates an answer."""
 
     sampling: JudgeSampling = JudgeSampling()
@@ -229,6 +241,7 @@ class LiveJudgeReward(LiveModelReward[J]):
         assert self._template is not None, "a reward is opened before it scores"
         if (turn := turns()).over:
             await turn.take()
+        prompt = self.settings.own_prompt(prompt)
         text = self._template.render(prompt, variables)
         system: list[Message] = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]
         key = text_digest(f"{self.settings.sampling.seed}/{vote}/{self.settings.system}/{text}")

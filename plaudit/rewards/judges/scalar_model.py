@@ -8,11 +8,12 @@ through the reward's view, where thoughts are stripped. A conversation that is t
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from plaudit.rewards.judges.model_rewards import LiveModelReward, ModelReward
-from plaudit.types import Group, Score
+from plaudit.rewards.judges.model_rewards import LiveModelReward, PromptedReward
+from plaudit.rewards.judges.templates import Unrenderable
+from plaudit.types import Failure, Group, Message, Prompt, Score
 
 
-class ScalarModel(ModelReward):
+class ScalarModel(PromptedReward):
     kind: Literal["scalar_model"]
     """A scalar (Bradley–Terry) reward model."""
 
@@ -28,10 +29,29 @@ class ScalarModel(ModelReward):
 
 class LiveScalarModel(LiveModelReward[ScalarModel]):
     async def score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        flat = [(group.prompt, sample) for group in groups for sample in group.samples]
-        conversations = [[*prompt.messages, {"role": "assistant", "content": sample.text}] for prompt, sample in flat]
+        prompts = [self._messages(group.prompt) for group in groups]
+        conversations: list[list[Message]] = [
+            [*messages, {"role": "assistant", "content": sample.text}]
+            for messages, group in zip(prompts, groups, strict=True)
+            if not isinstance(messages, Failure)
+            for sample in group.samples
+        ]
         results = iter(await self.backend.score(conversations))
-        return [[self._score(next(results), sample.text) for sample in group.samples] for group in groups]
+        return [
+            [
+                Score(None, failure=messages, view=sample.text)
+                if isinstance(messages, Failure)
+                else self._score(next(results), sample.text)
+                for sample in group.samples
+            ]
+            for messages, group in zip(prompts, groups, strict=True)
+        ]
+
+    def _messages(self, prompt: Prompt) -> list[Message] | Failure:
+        try:
+            return self.settings.own_prompt(prompt).messages
+        except Unrenderable as error:
+            return error.failure
 
     def _score(self, result, view: str) -> Score:
         if result.too_long:

@@ -6,11 +6,13 @@ have bounds (`plaudit/data/bounded_jinja.py`): no row makes a template compute f
 """
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from plaudit.data.control_tokens import map_strings
-from plaudit.errors import RecipeError, did_you_mean, nearest_path
+from plaudit.data.conversations import parse_json_messages, parse_messages
+from plaudit.errors import DataError, RecipeError, did_you_mean, nearest_path
 from plaudit.types import Failure, Prompt
 
 BUILT_IN = Path(__file__).parent / "prompts"
@@ -94,6 +96,29 @@ def _row(prompt: Prompt) -> dict[str, Any]:
         "data_source": prompt.data_source,
     }
     return variables if prompt.ground_truth is None else {**variables, "ground_truth": prompt.ground_truth}
+
+
+def with_prompt_of(prompt: Prompt, column: str) -> Prompt:
+    """The row with the messages of this column in place of its own, and without a bare question. Raises Unrenderable."""
+    given = given_prompt(prompt, column)
+    try:
+        messages = parse_messages(parse_json_messages(given), f"row {prompt.id}: column {column}", role="user")
+    except DataError as error:
+        raise Unrenderable(Failure("no_field", str(error)[:500])) from None
+    if not any(str(message["content"]).strip() for message in messages):
+        message = f"row {prompt.id}: column {column} is empty, and the reward model's prompt should be there (prompt_column)"
+        raise Unrenderable(Failure("no_field", message))
+    extra_info = {name: value for name, value in prompt.extra_info.items() if name != "question"}
+    return replace(prompt, messages=messages, extra_info=extra_info)
+
+
+def given_prompt(prompt: Prompt, column: str) -> Any:
+    """What the row has in this column, which may be empty. Raises Unrenderable if it has none."""
+    if prompt.extra_info.get(column) is None:
+        others = ", ".join(map(str, prompt.extra_info)) or "nothing"
+        message = f"row {prompt.id} has no column {column}, which prompt_column names (extra_info has: {others})"
+        raise Unrenderable(Failure("no_field", message[:500]))
+    return prompt.extra_info[column]
 
 
 def task_of(prompt: Prompt) -> str:

@@ -47,13 +47,11 @@ from plaudit.rewards.functions.process import Answer
 from plaudit.rewards.functions.worker_pool import UserCode, WorkerPool
 from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.rewards.rules.ground_truth import no_truth, plain
-from plaudit.rewards.rules.maths.answers import compare_plainly, find_answer, normalise
+from plaudit.rewards.rules.maths.answers import LONGEST_ANSWER, compare_plainly, find_answer, normalise
 from plaudit.seeding import stable_seed
 from plaudit.turns import turns
 from plaudit.types import Group, Prompt, Sample, Score
 
-LONGEST_ANSWER = 1000
-"""Longer answers (in characters) are only compared as text: real answers are short."""
 LONGEST_READ = 4000
 """Longer answers are not parsed at all."""
 Comparisons = dict[tuple[str, str, int], asyncio.Future[Answer]]

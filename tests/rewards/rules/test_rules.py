@@ -1,6 +1,7 @@
 """Rules: the reward of each, worked out by hand, and the contract that all of them keep for any response."""
 
 import math
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -434,6 +435,8 @@ def test_repetition_penalises_the_share_of_repeated_ngrams(text, settings, share
 # Every rule ----------------------------------------------------------------------------------------------------------
 
 SETTINGS = {
+    "bleu": [{}, {"tokenizer": "zh"}],
+    "chrf": [{"word_order": 2}],
     "contains": [{}, {"text": ["a", "B"], "need": "all", "ignore_case": True}],
     "length": [{"at_most": 100, "slack": 50}, {"unit": "words", "at_least": 3}, {"unit": "characters", "at_least": 3}],
     "overlong": [{"max_tokens": 100, "buffer_tokens": 50}, {"max_tokens": 9, "buffer_tokens": 9, "capped": False}],
@@ -517,7 +520,9 @@ REPEATED += [
     "\\",
     "\\frac{1}{",
 ]
-KINDS = [kind for kind in plugins.kinds("rewards") if issubclass(plugins.kind("rewards", kind), Rule)]
+OPTIONAL = set() if find_spec("sacrebleu") else {"bleu", "chrf"}
+"""Kinds whose package is not installed: plaudit[translation]."""
+KINDS = [kind for kind in plugins.kinds("rewards") if issubclass(plugins.kind("rewards", kind), Rule) and kind not in OPTIONAL]
 CASES = [(kind, settings) for kind in KINDS for settings in SETTINGS.get(kind, [{}])]
 each_rule = pytest.mark.parametrize(("kind", "given_settings"), CASES, ids=[f"{kind}-{i}" for i, (kind, _) in enumerate(CASES)])
 

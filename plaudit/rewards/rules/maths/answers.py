@@ -20,6 +20,8 @@ LONGEST_LINE = 100
 """A longer last line is prose: only the last expression in it can be the answer."""
 MOST_DIGITS = 400
 """Longer numbers are not plausible answers, and slow to parse."""
+LONGEST_ANSWER = 1000
+"""Longer answers (in characters) are only compared as text, and not shown to a judge: real answers are short."""
 
 # Extraction -----------------------------------------------------------------------------------------------------------
 
@@ -56,6 +58,12 @@ def find_answer(response: str) -> str | None:
         return _expression(_SENTENCE_END.split(line, maxsplit=1)[0], short=LONGEST_LINE) or None
     lines = text.rstrip().rsplit("\n", 1)
     return _expression(lines[-1], short=LONGEST_LINE if len(lines[-1].split()) <= 3 else 0) or None
+
+
+def announces_answer(response: str) -> bool:
+    """Whether a box or a phrase says which part of it is the answer; otherwise `find_answer` takes what its last line has."""
+    text = response[-WINDOW:]
+    return boxed(text) is not None or _PHRASE.search(text) is not None
 
 
 def _whole_line(text: str) -> str | None:
