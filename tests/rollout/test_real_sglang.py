@@ -1,14 +1,12 @@
-"""A real SGLang server as the engine: the contract of engines, a server that is killed. PLAUDIT_SGLANG_PYTHON: what has SGLang."""
+"""A real SGLang server as the engine, by the contract of engines. PLAUDIT_SGLANG_PYTHON: what has SGLang."""
 
 import os
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from plaudit.prepare.tiny_model import make_tiny_model
-from plaudit.rollout.engine import Sampling
-from support.engine_contract import EngineContract, Subject, requests_of
+from support.engine_contract import EngineContract, Subject
 from support.served_subject import served_subject
 
 PYTHON = os.environ.get("PLAUDIT_SGLANG_PYTHON")
@@ -33,16 +31,3 @@ def subject(tmp_path_factory, rows_file) -> Iterator[Subject]:
 class TestContract(EngineContract):
     def test_samples_are_yielded_while_others_run(self, subject):
         pytest.skip("needs seeds, which SGLang uses only with --enable-deterministic-inference, and that not on a CPU")
-
-
-def test_a_killed_server_is_started_again_and_nothing_is_sampled_twice(subject: Subject):
-    requests, sampling = requests_of((6, 20, 9), n=4), Sampling(max_new_tokens=60, temperature=0.0)
-    expected = {(s.prompt_id, s.index): s.tokens.tolist() for s in subject.engine.generate(requests, sampling)}
-    samples = subject.engine.generate(requests, sampling)
-    got = [next(samples)]
-    [server] = [process for process in psutil.Process().children() if PYTHON in process.cmdline()]
-    server.kill()
-    got += samples
-    assert len(got) == len(expected)
-    assert {(s.prompt_id, s.index): s.tokens.tolist() for s in got} == expected
-    assert len(list(subject.engine.generate(requests, sampling))) == len(expected)
