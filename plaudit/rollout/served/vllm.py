@@ -9,9 +9,10 @@ by the adapter that its request names.
 
 import json
 import secrets
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,8 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Of adapters, as vLLM reserves memory for them."""
 COMPUTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
 CLAIM_POLL_S = 0.2
+CLAIM_S = 60.0
+"""How long a process that was killed while it loaded weights keeps others waiting. One that is at work claims it again."""
 BUCKET_BYTES = 256 << 20
 """Weights sent together: enough to make the round trip cheap, few enough not to take memory that is needed."""
 SUMS_AGREE = 1e-5
@@ -148,7 +151,8 @@ class Vllm(Dialect):
             self._model_name = state["adapter"] or SERVED_NAME
             return
         try:
-            loaded = self._load_claimed(server, weights, label, state, first=first)
+            with self._renewed_claim(server, label):
+                loaded = self._load_claimed(server, weights, label, state, first=first)
         except BaseException:
             with suppress(ServerLost, TrainingStopped):
                 self._claim(server, label, seconds=0.0)  # the others need not wait
@@ -158,9 +162,27 @@ class Vllm(Dialect):
 
     def _claim(self, server: Server, label: str, seconds: float | None = None) -> Mapping[str, Any]:
         """Ask to load these weights; until they are loaded, the server samples nothing. Returns its answer and its state."""
-        limit = self.settings.call_timeout_s if seconds is None else seconds
+        limit = CLAIM_S if seconds is None else seconds
         headers = {VERSION_HEADER: label, CLAIMANT: self._claimant, "x-plaudit-claim-s": str(limit)}
         return server.call(CLAIM_PATH, headers=headers)
+
+    @contextmanager
+    def _renewed_claim(self, server: Server, label: str) -> Iterator[None]:
+        """While weights are loaded, however long that takes."""
+        done = threading.Event()
+
+        def renew() -> None:
+            while not done.wait(CLAIM_S / 4):
+                with suppress(ServerLost, TrainingStopped):  # the loading itself will notice
+                    self._claim(server, label)
+
+        thread = threading.Thread(target=renew, name="claim", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def _load_claimed(
         self, server: Server, weights: Weights, label: str, state: Mapping[str, Any], *, first: bool

@@ -3,12 +3,17 @@
 import asyncio
 import json
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from plaudit.rollout.served.vllm import WORKER_FOLDER
+from plaudit.recipe.rollout import EngineServerSettings
+from plaudit.rollout.served import vllm
+from plaudit.rollout.served.vllm import WORKER_FOLDER, Vllm
 from plaudit.servers.server_command import INSIDE
 from plaudit.servers.server_command import KEY as KEY_VARIABLE
 
@@ -87,3 +92,38 @@ def test_a_process_that_is_gone_is_not_waited_for_longer_than_it_said(gate):
 
 def test_the_worker_folder_is_where_it_is_said_to_be():
     assert {file.name for file in Path(WORKER_FOLDER).glob("*.py")} >= {"plaudit_vllm.py", "plaudit_weight_stream.py"}
+
+
+class GateServer:
+    """The gate, called as a server is; notes the claims."""
+
+    def __init__(self, gate: Any):
+        self.gate, self.claims = gate, 0
+
+    def call(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
+        named = {name.removeprefix("x-plaudit-").replace("-", "_"): value for name, value in (headers or {}).items()}
+        status, answer = call(self.gate, path, **named)
+        assert status == 200, answer
+        self.claims += path == "/plaudit/claim"
+        return answer
+
+
+def test_a_process_that_loads_for_long_renews_its_claim(gate, monkeypatch):
+    """So that a claim can be short: one that is killed while it loads keeps the others waiting for no longer."""
+    monkeypatch.setattr(vllm, "CLAIM_S", 0.2)
+    dialect, server = Vllm(EngineServerSettings()), GateServer(gate)
+
+    def load(*_: Any, **__: Any) -> dict[str, str]:
+        deadline = time.monotonic() + 60.0
+        while server.claims < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return {"base": "", "adapter": ""}
+
+    monkeypatch.setattr(dialect, "_load_claimed", load)
+    monkeypatch.setattr(dialect, "label", str)
+    dialect.load(server, SimpleNamespace(gathered=False), 2, first=True)  # pyright: ignore[reportArgumentType]
+    claims = server.claims
+    assert claims >= 4
+    assert claim(gate, "2", "rank 1") == "has"
+    time.sleep(0.2)
+    assert server.claims == claims, "it is loaded"
