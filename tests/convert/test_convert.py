@@ -133,7 +133,7 @@ def test_every_key_of_the_launch_scripts_has_a_line(reference_commands, tmp_path
             {
                 "data.too_long": "cut_left", "rollout.temperature": 0.8, "rollout.top_p": 0.95, "train.prompts_per_step": 128,
                 "train.prompts_per_update": 64, "train.tokens_per_micro_batch": 5120, "rewards.0.kind": "scalar_model",
-                "rewards.0.view.longcot_config": "${MODEL_PATH}/longcot_config.json", "rewards.0.view.strict": True,
+                "rewards.0.view.longcot_config": "model", "rewards.0.view.strict": True,
                     "optim.lr": 3e-7,
                 "run.dir": "checkpoints/verl/grpo__llamainstruct__warm-start__think",
             },
