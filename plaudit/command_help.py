@@ -39,6 +39,11 @@ EXAMPLES = {
     "prepare sorting": ("plaudit prepare sorting --out data/sorting",),
     "prepare arithmetic": ("plaudit prepare arithmetic --out data/arithmetic --train 4000 --val 500",),
     "prepare pairs": ("plaudit prepare pairs scored.jsonl --out data/pairs --min-margin 0.5",),
+    "prepare thoughts": (
+        "plaudit prepare thoughts prompts.jsonl --out thoughts.jsonl --url https://api.openai.com --model gpt-4.1-mini "
+        "--credential OPENAI_API_KEY",
+        "plaudit prepare thoughts prompts.parquet --out thoughts.jsonl --url http://127.0.0.1:8000 limits.max_concurrent_calls=64",
+    ),
     "prepare ranking-sft": ("plaudit prepare ranking-sft groups.jsonl --out data/ranking_sft.parquet --shuffle-augment 2",),
     "prepare ranking-rl": ("plaudit prepare ranking-rl groups.jsonl --out data/ranking_rl.parquet",),
     "prepare pointwise-sft": ("plaudit prepare pointwise-sft groups.jsonl --out data/pointwise_sft.parquet",),

@@ -8,6 +8,7 @@ import typer
 from plaudit.command_help import examples
 from plaudit.errors import PlauditError
 from plaudit.output_folder import require_empty
+from plaudit.prepare.thinking_cli import THINKING_VERBS
 from plaudit.shipped import find_shipped
 
 prepare = typer.Typer(help="Prepare data sets and small models for the training stages.", no_args_is_help=True)
@@ -269,3 +270,7 @@ def _require_new(out: Path) -> None:
         raise typer.BadParameter(f"{out} should end with .parquet.", param_hint="--out")
     if out.exists():
         raise PlauditError(f"--out: {out} exists; choose another name, or remove it first")
+
+
+for _name, _verb in THINKING_VERBS.items():
+    prepare.command(_name, epilog=examples(f"prepare {_name}"))(_verb)

@@ -1,0 +1,71 @@
+"""`plaudit prepare …` for thinking models: the verbs that make their data and their zero models."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plaudit.config import check_section
+from plaudit.options import split_overrides
+from plaudit.prepare.row_files import require_row_file
+
+RowFile = Annotated[Path, typer.Option(help="The file to write: NAME.jsonl or NAME.parquet.", show_default=False)]
+
+
+def prepare_thoughts(
+    prompts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PROMPTS",
+            help="Files of prompts or conversations (.parquet, .jsonl, .json), or data sets on the hub; of a conversation, what "
+            "precedes its last answer. Further settings follow as name=value: limits.max_concurrent_calls=50, "
+            "sampling.temperature=0.7, model.prompt_price=0.4.",
+            show_default=False,
+        ),
+    ],
+    out: RowFile,
+    url: Annotated[
+        str | None, typer.Option(help="The model's OpenAI-compatible server, such as http://127.0.0.1:8000 (model.url).")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Its name there, if the server has several (model.path).")] = None,
+    credential: Annotated[
+        str | None, typer.Option(help="NAME of the environment variable that holds the server's key (model.credential).")
+    ] = None,
+    without_thoughts: Annotated[
+        bool, typer.Option("--without-thoughts", help="Answers alone: the prompts are sent as they are.")
+    ] = False,
+    tries: Annotated[int, typer.Option(min=1, help="Answers requested for a prompt until one has the right form.")] = 2,
+    english: Annotated[bool, typer.Option("--english", help="Leave out prompts that are not in English.")] = False,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Use the first n prompts only.")] = None,
+    allow_failures: Annotated[
+        bool, typer.Option("--allow-failures", help="Exit with status 0 although calls for some prompts failed.")
+    ] = False,
+) -> None:
+    """Have a strong model write thoughts and answers for prompts. Run the same command again to resume.
+
+    Rows: `id`, `messages`, `thought`, `response`, `source`, in the order of the prompts. Every answer is kept in OUT.answers.jsonl
+    as it arrives: after a kill, no call is repeated. The exit status is 1 while calls for some prompts failed.
+    """
+    from plaudit.data.conversations import resolve_sources
+    from plaudit.recipe.thoughts import ThoughtsSettings
+
+    require_row_file(out, new=False)
+    names, overrides = split_overrides(prompts, "prepare thoughts", "PROMPTS")
+    given = {"url": url, "path": model, "credential": credential}
+    served = {"placement": "server", "dialect": "openai"}
+    values = {"model": served | {name: value for name, value in given.items() if value is not None}}
+    settings = check_section(ThoughtsSettings, values, "plaudit prepare thoughts", overrides)
+    sources = resolve_sources(names, None, "PROMPTS")
+
+    from plaudit.prepare.thoughts import ThoughtsJob, write_thoughts
+    from plaudit.report.progress import print_line
+
+    summary = write_thoughts(ThoughtsJob(settings, sources, out, not without_thoughts, tries, english, max_prompts))
+    print(f"{out}: {summary}")
+    if summary.unanswered and not allow_failures:
+        print_line("Run the same command to call for the others again, or pass --allow-failures to accept this", "yellow")
+        raise typer.Exit(1)
+
+
+THINKING_VERBS = {"thoughts": prepare_thoughts}
+"""By name."""
