@@ -44,6 +44,10 @@ EXAMPLES = {
         "--credential OPENAI_API_KEY",
         "plaudit prepare thoughts prompts.parquet --out thoughts.jsonl --url http://127.0.0.1:8000 limits.max_concurrent_calls=64",
     ),
+    "prepare thoughts-sft": (
+        "plaudit prepare thoughts-sft thoughts.jsonl --out data/sft.parquet",
+        "plaudit prepare thoughts-sft thoughts.jsonl --out data/sft_nothink.parquet --without-thoughts",
+    ),
     "prepare ranking-sft": ("plaudit prepare ranking-sft groups.jsonl --out data/ranking_sft.parquet --shuffle-augment 2",),
     "prepare ranking-rl": ("plaudit prepare ranking-rl groups.jsonl --out data/ranking_rl.parquet",),
     "prepare pointwise-sft": ("plaudit prepare pointwise-sft groups.jsonl --out data/pointwise_sft.parquet",),

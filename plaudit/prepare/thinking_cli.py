@@ -67,5 +67,32 @@ def prepare_thoughts(
         raise typer.Exit(1)
 
 
-THINKING_VERBS = {"thoughts": prepare_thoughts}
+def prepare_thoughts_sft(
+    rows: Annotated[
+        list[str],
+        typer.Argument(
+            help="Output of `prepare thoughts`: `messages` or `prompt`, `thought`, `response`, `id`.", show_default=False
+        ),
+    ],
+    out: RowFile,
+    without_thoughts: Annotated[
+        bool, typer.Option("--without-thoughts", help="The response alone, from the same rows or from rows without thoughts.")
+    ] = False,
+) -> None:
+    """Thoughts and responses → conversations for `plaudit sft`.
+
+    Leaves out rows with an id that an earlier row has, and rows whose thought or response contains <think>, </think>, <response>
+    or </response>.
+    """
+    from plaudit.data.conversations import resolve_sources
+
+    require_row_file(out)
+    sources = resolve_sources(rows, None, "ROWS")
+
+    from plaudit.prepare.thoughts_sft import make_thoughts_sft
+
+    print(f"{out}: {make_thoughts_sft(sources, out, thoughts=not without_thoughts)}")
+
+
+THINKING_VERBS = {"thoughts": prepare_thoughts, "thoughts-sft": prepare_thoughts_sft}
 """By name."""
