@@ -48,6 +48,10 @@ EXAMPLES = {
         "plaudit prepare thoughts-sft thoughts.jsonl --out data/sft.parquet",
         "plaudit prepare thoughts-sft thoughts.jsonl --out data/sft_nothink.parquet --without-thoughts",
     ),
+    "prepare zero-model": (
+        "plaudit prepare zero-model Qwen/Qwen2.5-7B --out models/qwen_zero",
+        "plaudit prepare zero-model meta-llama/Llama-3.1-8B --out models/llama_zero_nothink --without-thoughts",
+    ),
     "prepare ranking-sft": ("plaudit prepare ranking-sft groups.jsonl --out data/ranking_sft.parquet --shuffle-augment 2",),
     "prepare ranking-rl": ("plaudit prepare ranking-rl groups.jsonl --out data/ranking_rl.parquet",),
     "prepare pointwise-sft": ("plaudit prepare pointwise-sft groups.jsonl --out data/pointwise_sft.parquet",),

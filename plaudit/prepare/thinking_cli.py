@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from plaudit.config import check_section
-from plaudit.options import split_overrides
+from plaudit.options import ModelTokenizer, split_overrides
 from plaudit.prepare.row_files import require_row_file
 
 RowFile = Annotated[Path, typer.Option(help="The file to write: NAME.jsonl or NAME.parquet.", show_default=False)]
@@ -94,5 +94,35 @@ def prepare_thoughts_sft(
     print(f"{out}: {make_thoughts_sft(sources, out, thoughts=not without_thoughts)}")
 
 
-THINKING_VERBS = {"thoughts": prepare_thoughts, "thoughts-sft": prepare_thoughts_sft}
+def prepare_zero_model(
+    base: Annotated[str, typer.Argument(help="A base model: its folder, or its name on the hub.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder to write the model to.", show_default=False)],
+    without_thoughts: Annotated[
+        bool, typer.Option("--without-thoughts", help="The template asks for a reply in <response> tags, without thoughts.")
+    ] = False,
+    eos: Annotated[
+        str | None, typer.Option(help="The token that ends a turn. Default: <|eot_id|> or <|im_end|>, whichever its tokenizer has.")
+    ] = None,
+    tokenizer: ModelTokenizer = None,
+) -> None:
+    """Make a base model trainable by RL without SFT: a chat template asks it in plain text for thoughts and a reply.
+
+    Copies the weights, and writes the tokenizer with template and end token, `stop.txt` (a response ends at </response>) and
+    `longcot_config.json` (rewards see the reply; a response begins with <think>).
+    """
+    from plaudit.output_folder import require_empty
+
+    require_empty(out)
+
+    from plaudit.prepare.zero_model import make_zero_model
+
+    made = make_zero_model(base, out, thinking=not without_thoughts, eos=eos, tokenizer=tokenizer)
+    print(f"{out}: {base} with end token {made['eos']}; the template's shortest prompt has {made['prompt_tokens']:,} tokens")
+
+
+THINKING_VERBS = {
+    "thoughts": prepare_thoughts,
+    "thoughts-sft": prepare_thoughts_sft,
+    "zero-model": prepare_zero_model,
+}
 """By name."""
