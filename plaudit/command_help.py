@@ -38,7 +38,11 @@ EXAMPLES = {
     "prepare smollm2": ("plaudit prepare smollm2 --out models/smollm2",),
     "prepare sorting": ("plaudit prepare sorting --out data/sorting",),
     "prepare arithmetic": ("plaudit prepare arithmetic --out data/arithmetic --train 4000 --val 500",),
-    "prepare pairs": ("plaudit prepare pairs scored.jsonl --out data/pairs --min-margin 0.5",),
+    "prepare pairs": (
+        "plaudit prepare pairs scored.jsonl --out data/pairs --min-margin 0.5",
+        "plaudit prepare pairs scored.jsonl --out data/pairs --min-responses 4 --max-tokens 4096 --tokenizer models/policy",
+        "plaudit prepare pairs groups.parquet --out data/bt_pairs --all-pairs",
+    ),
     "prepare thoughts": (
         "plaudit prepare thoughts prompts.jsonl --out thoughts.jsonl --url https://api.openai.com --model gpt-4.1-mini "
         "--credential OPENAI_API_KEY",
