@@ -43,6 +43,10 @@ EXAMPLES = {
         "plaudit prepare pairs scored.jsonl --out data/pairs --min-responses 4 --max-tokens 4096 --tokenizer models/policy",
         "plaudit prepare pairs groups.parquet --out data/bt_pairs --all-pairs",
     ),
+    "prepare conversations": (
+        "plaudit prepare conversations allenai/WildChat-1M --out data/wildchat --english --max-characters 4000 --val 250",
+        "plaudit prepare conversations chats.jsonl --out data/chats --all-turns --max-tokens 1024 --tokenizer models/policy",
+    ),
     "prepare thoughts": (
         "plaudit prepare thoughts prompts.jsonl --out thoughts.jsonl --url https://api.openai.com --model gpt-4.1-mini "
         "--credential OPENAI_API_KEY",

@@ -105,6 +105,7 @@ HELP = [
     (("prepare", "smollm2"), ["SmolLM2-135M-Instruct", "--out", "--gguf"]),
     (("prepare", "sorting"), ["letters to sort", "--out"]),
     (("prepare", "pairs"), ["best and worst response", "--out", "--min-responses", "--min-margin", "--val-share", "--seed"]),
+    (("prepare", "conversations"), ["WildChat", "--out", "--all-turns", "--english", "--max-tokens", "--val", "--seed"]),
     (("prepare", "thoughts"), ["strong model", "--url", "--credential", "--without-thoughts", "--tries", "--english"]),
     (("prepare", "thoughts-sft"), ["conversations for plaudit sft", "--out", "--without-thoughts"]),
     (("prepare", "zero-model"), ["base model", "stop.txt", "--out", "--without-thoughts", "--eos", "--tokenizer"]),

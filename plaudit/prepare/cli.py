@@ -129,11 +129,12 @@ def prepare_pairs(
         raise typer.BadParameter("--max-tokens and --tokenizer belong together.", param_hint="--max-tokens")
     require_empty(out)
 
-    from plaudit.prepare.pairs import PairRules, make_pairs, token_counter
+    from plaudit.prepare.pairs import PairRules, make_pairs
     from plaudit.prepare.scored_groups import Columns
+    from plaudit.prepare.token_counts import TokenCounter
 
-    count_tokens = None if tokenizer is None else token_counter(tokenizer, chat_template)
-    rules = PairRules(min_responses, min_margin, max_response_tokens, max_tokens, count_tokens, all_pairs)
+    counter = None if tokenizer is None else TokenCounter(tokenizer, chat_template)
+    rules = PairRules(min_responses, min_margin, max_response_tokens, max_tokens, counter, all_pairs)
     columns = Columns(candidates_column, scores_column)
     print(f"{out}: {make_pairs(scored, out, rules=rules, columns=columns, val_share=val_share, seed=seed)}")
 

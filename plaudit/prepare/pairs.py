@@ -13,7 +13,7 @@ Malformed, truncated, empty, overlong and unscored responses are excluded: a mal
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -26,6 +26,7 @@ from plaudit.data.rows import Rows, read_rows
 from plaudit.errors import DataError
 from plaudit.files import write_atomic
 from plaudit.prepare.scored_groups import LANGUAGES, Columns
+from plaudit.prepare.token_counts import TokenCounter
 from plaudit.types import Message
 
 HINT = "Score them first: plaudit score R.yaml answers.jsonl --out scored.jsonl"
@@ -37,8 +38,6 @@ TRANSLATION = ("src_text", "src_lang", "trg_lang")
 Pair = dict[str, Any]
 Scored = tuple[float, str]
 """A response's score, and its text."""
-CountTokens = Callable[[list[Message]], int]
-"""Tokens of a whole conversation."""
 
 
 @dataclass
@@ -76,10 +75,15 @@ class PairRules:
     min_margin: float = 0.0
     max_response_tokens: int | None = None
     max_tokens: int | None = None
-    """Of prompt and response together, as `count_tokens` counts them."""
-    count_tokens: CountTokens | None = None
+    """Of prompt and response together, as `counter` counts them."""
+    counter: TokenCounter | None = None
     all_pairs: bool = False
     """Every two responses of a prompt whose scores differ, not only the best and the worst."""
+
+    def is_too_long(self, conversation: list[Message], where: str) -> bool:
+        if self.max_tokens is None or self.counter is None:
+            return False
+        return self.counter.conversation(conversation, where) > self.max_tokens
 
 
 def make_pairs(
@@ -199,7 +203,7 @@ def _usable(row: dict[str, Any], prompt: list[Message], where: str, rules: PairR
             excluded["empty"] += 1
         elif rules.max_response_tokens is not None and count is not None and count > rules.max_response_tokens:
             excluded[f"longer than {rules.max_response_tokens:,} tokens"] += 1
-        elif rules.max_tokens is not None and _tokens(prompt, text, where, rules) > rules.max_tokens:
+        elif rules.is_too_long([*prompt, {"role": "assistant", "content": text}], where):
             excluded[f"longer than {rules.max_tokens:,} tokens with the prompt"] += 1
         else:
             usable.append((float(reward), text))
@@ -214,19 +218,3 @@ def _per_response(row: dict[str, Any], column: str, texts: list[str], where: str
     if not isinstance(values, list) or len(values) != len(texts):
         raise DataError(f"{where}: `{column}` should be a list with an entry for each of the {len(texts)} responses. {HINT}")
     return values
-
-
-def _tokens(prompt: list[Message], text: str, where: str, rules: PairRules) -> int:
-    assert rules.count_tokens is not None, "max_tokens needs a tokenizer"
-    try:
-        return rules.count_tokens([*prompt, {"role": "assistant", "content": text}])
-    except Exception as error:  # templates may raise anything
-        raise DataError(f"{where}: the chat template cannot render this conversation: {error}") from None
-
-
-def token_counter(tokenizer: str, chat_template: str | None) -> CountTokens:
-    """Counts the tokens of a conversation as this tokenizer and its chat template render it."""
-    from plaudit.data.templates import load_template, load_tokenizer
-
-    template = load_template(load_tokenizer(tokenizer), chat_template)
-    return lambda messages: len(template.conversation_tokens(messages))

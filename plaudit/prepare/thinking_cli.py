@@ -1,12 +1,12 @@
 """`plaudit prepare …` for thinking models: the verbs that make their data and their zero models."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from plaudit.config import check_section
-from plaudit.options import ModelTokenizer, split_overrides
+from plaudit.options import ChatTemplateName, ModelTokenizer, split_overrides
 from plaudit.prepare.row_files import require_row_file
 
 RowFile = Annotated[Path, typer.Option(help="The file to write: NAME.jsonl or NAME.parquet.", show_default=False)]
@@ -120,7 +120,63 @@ def prepare_zero_model(
     print(f"{out}: {base} with end token {made['eos']}; the template's shortest prompt has {made['prompt_tokens']:,} tokens")
 
 
+def prepare_conversations(
+    conversations: Annotated[
+        list[str],
+        typer.Argument(
+            help="Files (.parquet, .jsonl, .json) or data sets on the hub with `messages`, `conversations` or WildChat's "
+            "`conversation`, or with `prompt` or `instruction`.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write train and val to.", show_default=False)],
+    all_turns: Annotated[
+        bool, typer.Option("--all-turns", help="Keep the conversation up to its last user message, not only to its first.")
+    ] = False,
+    english: Annotated[
+        bool,
+        typer.Option("--english", help="Leave out other languages, by the row's `language` or else by the words of the prompt."),
+    ] = False,
+    min_characters: Annotated[int, typer.Option(min=1, help="Leave out shorter prompts.")] = 1,
+    max_characters: Annotated[int | None, typer.Option(min=1, help="Leave out longer prompts.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Leave out longer prompts, in tokens; needs --tokenizer.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="The model that is to be trained: its tokenizer and chat template count --max-tokens.")
+    ] = None,
+    chat_template: ChatTemplateName = None,
+    keep_duplicates: Annotated[
+        bool, typer.Option("--keep-duplicates", help="Keep prompts that an earlier row has too (case and white space aside).")
+    ] = False,
+    data_source: Annotated[
+        str | None, typer.Option(help="data_source of the rows, for `when` and for metrics. Default: the file's name.")
+    ] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Keep this many, chosen at random.")] = None,
+    val: Annotated[int | None, typer.Option(min=0, help="Prompts for validation. Default: 3 % of them.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the shuffle, and with it of the split.")] = 0,
+    format: Annotated[Literal["parquet", "jsonl"], typer.Option(help="Of the files to write.")] = "parquet",
+) -> None:
+    """Conversations with users (WildChat) → prompts for `plaudit rl` with a reward model, and for `prepare thoughts`."""
+    from plaudit.data.conversations import resolve_sources
+    from plaudit.output_folder import require_empty
+
+    if (max_tokens is None) != (tokenizer is None):
+        raise typer.BadParameter("--max-tokens and --tokenizer belong together.", param_hint="--max-tokens")
+    sources = resolve_sources(conversations, None, "CONVERSATIONS")
+    require_empty(out)
+
+    from plaudit.prepare.conversations import PromptRules, make_prompts
+    from plaudit.prepare.token_counts import TokenCounter
+
+    counter = None if tokenizer is None else TokenCounter(tokenizer, chat_template)
+    rules = PromptRules(all_turns, english, min_characters, max_characters, max_tokens, counter, keep_duplicates)
+    summary = make_prompts(
+        sources, out, rules=rules, data_source=data_source, max_prompts=max_prompts, val=val, seed=seed, format=format
+    )
+    print(f"{out}: {summary}")
+
+
 THINKING_VERBS = {
+    "conversations": prepare_conversations,
     "thoughts": prepare_thoughts,
     "thoughts-sft": prepare_thoughts_sft,
     "zero-model": prepare_zero_model,
