@@ -38,7 +38,28 @@ EXAMPLES = {
     "prepare smollm2": ("plaudit prepare smollm2 --out models/smollm2",),
     "prepare sorting": ("plaudit prepare sorting --out data/sorting",),
     "prepare arithmetic": ("plaudit prepare arithmetic --out data/arithmetic --train 4000 --val 500",),
-    "prepare pairs": ("plaudit prepare pairs scored.jsonl --out data/pairs --min-margin 0.5",),
+    "prepare pairs": (
+        "plaudit prepare pairs scored.jsonl --out data/pairs --min-margin 0.5",
+        "plaudit prepare pairs scored.jsonl --out data/pairs --min-responses 4 --max-tokens 4096 --tokenizer models/policy",
+        "plaudit prepare pairs groups.parquet --out data/bt_pairs --all-pairs",
+    ),
+    "prepare conversations": (
+        "plaudit prepare conversations allenai/WildChat-1M --out data/wildchat --english --max-characters 4000 --val 250",
+        "plaudit prepare conversations chats.jsonl --out data/chats --all-turns --max-tokens 1024 --tokenizer models/policy",
+    ),
+    "prepare thoughts": (
+        "plaudit prepare thoughts prompts.jsonl --out thoughts.jsonl --url https://api.openai.com --model gpt-4.1-mini "
+        "--credential OPENAI_API_KEY",
+        "plaudit prepare thoughts prompts.parquet --out thoughts.jsonl --url http://127.0.0.1:8000 limits.max_concurrent_calls=64",
+    ),
+    "prepare thoughts-sft": (
+        "plaudit prepare thoughts-sft thoughts.jsonl --out data/sft.parquet",
+        "plaudit prepare thoughts-sft thoughts.jsonl --out data/sft_nothink.parquet --without-thoughts",
+    ),
+    "prepare zero-model": (
+        "plaudit prepare zero-model Qwen/Qwen2.5-7B --out models/qwen_zero",
+        "plaudit prepare zero-model meta-llama/Llama-3.1-8B --out models/llama_zero_nothink --without-thoughts",
+    ),
     "prepare ranking-sft": ("plaudit prepare ranking-sft groups.jsonl --out data/ranking_sft.parquet --shuffle-augment 2",),
     "prepare ranking-rl": ("plaudit prepare ranking-rl groups.jsonl --out data/ranking_rl.parquet",),
     "prepare pointwise-sft": ("plaudit prepare pointwise-sft groups.jsonl --out data/pointwise_sft.parquet",),

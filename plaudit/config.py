@@ -84,11 +84,15 @@ def read_draft(path: Path, overridden_by: str = COMMAND_LINE) -> Draft:
     return Draft(path, *read_recipe_file(path), overridden_by)
 
 
-def check_section(section: type[S], values: Mapping[str, Any], call: str) -> S:
-    """One section from Python. `call`: what it is passed to, for messages."""
+def check_section(section: type[S], values: Mapping[str, Any], call: str, overrides: Sequence[str] = ()) -> S:
+    """One section from Python, or from a command's options and `name=value` overrides. `call`: what gets it, for messages."""
     sources: dict[Place, str] = {}
+    tree = _plain(values, (), sources, call)
+    for override in overrides:
+        _apply_override(tree, sources, override)
+    _refuse_secrets(tree, (), sources, Path(call))
     try:
-        return section.model_validate(_plain(values, (), sources, call))
+        return section.model_validate(tree)
     except ValidationError as error:
         raise RecipeError("\n".join(_explain(error, dict(settings(section)), sources, Path(call)))) from None
 
@@ -218,7 +222,7 @@ def _refuse_secrets(tree: Any, place: Place, sources: dict[Place, str], path: Pa
         names_one = key == "credential" and isinstance(value, str) and re.fullmatch(r"[A-Z_][A-Z0-9_]*", value)
         if isinstance(value, str) and ((SECRET_NAME.search(str(key)) and not names_one) or redact(value) != value):
             advice = "Put it into the environment (such as WANDB_API_KEY) and delete it here."
-            if place[:1] == ("rewards",):
+            if place[:1] == ("rewards",) or key == "credential":
                 advice = "Put it into the environment (export JUDGE_KEY=…), and name that variable here: credential: JUDGE_KEY."
             raise RecipeError(f"{_where((*place, key), sources, path)}: keys and passwords do not belong in a recipe. {advice}")
         _refuse_secrets(value, (*place, key), sources, path)

@@ -72,13 +72,14 @@ def parse_object_option(text: str | None, option: str) -> dict[str, Any]:
     return value
 
 
-def split_overrides(arguments: Sequence[str], verb: str) -> tuple[list[str], list[str]]:
-    """Names of rollouts, and settings that override the recipe's."""
+def split_overrides(arguments: Sequence[str], verb: str, usage: str = "R.yaml ROLLOUTS") -> tuple[list[str], list[str]]:
+    """Names of files, and settings that override others. `usage`: what the verb is followed by."""
     unknown = next((one for one in arguments if one.startswith("-") and "." not in one), None)
     if unknown is not None:
-        raise PlauditError(f"plaudit {verb} has no option {unknown}. Usage: plaudit {verb} R.yaml ROLLOUTS (see {verb} --help)")
+        raise PlauditError(f"plaudit {verb} has no option {unknown}. Usage: plaudit {verb} {usage} (see {verb} --help)")
     overrides = [one for one in arguments if one.startswith("-") or ("=" in one and not Path(one).exists())]
     names = [one for one in arguments if one not in overrides]
     if not names:
-        raise PlauditError(f"{verb} needs saved responses: plaudit {verb} R.yaml ROLLOUTS")
+        needed = "prompts" if usage == "PROMPTS" else "saved responses"
+        raise PlauditError(f"{verb} needs {needed}: plaudit {verb} {usage}")
     return names, overrides

@@ -139,11 +139,8 @@ def _require_same(out: Path, inputs_file: Path, inputs: dict[str, Any], verb: st
     differ = [name for name in inputs if before.get(name) != inputs[name]]
     if differ:
         lines = [line for name in differ for line in _differences(name, before.get(name), inputs[name])]
-        raise RunError(
-            "\n".join(
-                [f"--out: {out} was {verb.removesuffix('e')}ed differently; choose another file, or {verb} as before:", *lines]
-            )
-        )
+        first = f"--out: {out} was made with other settings; choose another file, or use the same ones:"
+        raise RunError("\n".join([first, *lines]))
     return before
 
 

@@ -86,9 +86,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class SavedSample(Sample):
-    """A response read from a file: its text, and its token count if the file has one."""
+    """A response read from a file: its text, and its token count and answer if the file has them."""
 
     token_count: int | None = None
+    answer: str | None = None
+    """Its answer without its thoughts, if the file has them apart. Empty if it has none."""
 
     @property
     def num_tokens(self) -> int | None:

@@ -195,7 +195,7 @@ def test_output_scored_with_other_settings_is_not_resumed(plaudit, files):
     score(plaudit, files)
     code, _, err = score(plaudit, files, "rewards.0.ignore_case=true")
     assert code == 2
-    assert "was scored differently; choose another file, or score as before" in err
+    assert "was made with other settings; choose another file, or use the same ones" in err
     (files / "rows.jsonl").write_text(json.dumps(ROWS[0]))
     assert score(plaudit, files)[0] == 2
 

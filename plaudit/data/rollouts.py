@@ -27,7 +27,8 @@ from plaudit.types import Group, SavedSample
 
 NOTHING = np.zeros(0, dtype=np.float32)
 HINT = (
-    "A row to score has `prompt` and `response` (text) or `responses` (a list of texts); `chosen` and `rejected`; or `messages` "
+    "A row to score has `prompt` and `response` (text, or an object with `thought` and `answer`) or `responses` (a list of these); "
+    "`chosen` and `rejected`; or `messages` "
     f"that end with the answer. Responses may also be in {listed([name for name in RESPONSES if not name.startswith('response')])}"
 )
 
@@ -40,8 +41,8 @@ def parse_group(row: Mapping[str, Any], id: str, where: str) -> Group:
     prompt = parse_prompt(row, str(row.get("id") or id), where)
     tokens = NOTHING.astype(np.int32)
     samples = [
-        SavedSample(prompt.id, i, tokens, text, "finished", NOTHING, NOTHING, 0, count)
-        for i, (text, count) in enumerate(zip(texts, counts, strict=True))
+        SavedSample(prompt.id, i, tokens, text, "finished", NOTHING, NOTHING, 0, count, answer)
+        for i, (text, count, answer) in enumerate(zip(texts, counts, split_answers(row, len(texts)), strict=True))
     ]
     return Group(prompt, tokens, tuple(samples))
 
@@ -82,8 +83,34 @@ def _parse_responses(row: Mapping[str, Any], column: str, where: str) -> list[st
     return [parse_response(response, where) for response in responses]
 
 
+def is_split(response: Any) -> bool:
+    """Whether a response has its thought and its answer apart: `{"thought": …, "answer": …}`."""
+    return isinstance(response, Mapping) and "answer" in response and "role" not in response
+
+
+def split_answers(row: Mapping[str, Any], count: int) -> list[str | None]:
+    """The answers of responses that have them apart from the thoughts; empty where there is none."""
+    found = plain(row.get(find_column(row, RESPONSES) or ""))
+    responses = found if isinstance(found, list | tuple) else [found]
+    split = [(response["answer"] or "") if is_split(response) else None for response in responses]
+    return split if len(split) == count else [None] * count
+
+
+def _join_thought(response: Mapping[str, Any], where: str) -> str:
+    """Thought and answer as one text: as it was sampled, if the row has that, else as SFT on thoughts writes it."""
+    parts = {name: response.get(name) for name in ("thought", "answer", "text")}
+    if not all(isinstance(part, str | None) for part in parts.values()):
+        raise DataError(f"{where}: the thought and the answer of a response should be text, not {dict(response)!r:.80}")
+    if parts["text"] is not None:
+        return parts["text"]
+    answer = parts["answer"] or ""
+    return f"<think>\n{parts['thought'].strip()}\n</think>\n\n{answer}" if parts["thought"] else answer
+
+
 def parse_response(response: Any, where: str) -> str:
     """A response as text; of messages, which may include tool results, the last one of the assistant."""
+    if is_split(response):
+        return _join_thought(response, where)
     if isinstance(response, Mapping):
         response = [response]
     if isinstance(response, Sequence) and not isinstance(response, str):

@@ -7,7 +7,9 @@ import typer
 
 from plaudit.command_help import examples
 from plaudit.errors import PlauditError
+from plaudit.options import ChatTemplateName
 from plaudit.output_folder import require_empty
+from plaudit.prepare.thinking_cli import THINKING_VERBS
 from plaudit.shipped import find_shipped
 
 prepare = typer.Typer(help="Prepare data sets and small models for the training stages.", no_args_is_help=True)
@@ -92,29 +94,49 @@ def prepare_arithmetic(
 
 @prepare.command("pairs", epilog=examples("prepare pairs"))
 def prepare_pairs(
-    scored: Annotated[list[Path], typer.Argument(help="Output of `plaudit score`, or the samples of an RL run.")],
+    scored: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Output of `plaudit score`, the samples of an RL run, or groups of scored translations (src_text, src_lang, "
+            "trg_lang)."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Folder to write train.jsonl and val.jsonl to.")],
+    all_pairs: Annotated[
+        bool, typer.Option("--all-pairs", help="Every two responses of a prompt with different scores, as for reward models.")
+    ] = False,
     min_responses: Annotated[int, typer.Option(min=2, help="Skip prompts with fewer scored responses.")] = 2,
-    min_margin: Annotated[float, typer.Option(min=0.0, help="Minimum score difference between best and worst (exclusive).")] = 0.0,
-    max_response_tokens: Annotated[int | None, typer.Option(min=1, help="Skip longer responses.")] = None,
+    min_margin: Annotated[float, typer.Option(min=0.0, help="Minimum score difference of a pair (exclusive).")] = 0.0,
+    max_response_tokens: Annotated[int | None, typer.Option(min=1, help="Skip longer responses, by their column `tokens`.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Skip responses that are longer together with their prompt; needs --tokenizer.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="The model that is to be trained: its tokenizer and chat template count --max-tokens.")
+    ] = None,
+    chat_template: ChatTemplateName = None,
+    candidates_column: Annotated[str, typer.Option(help="Of groups: column with the candidates.")] = "mt_texts",
+    scores_column: Annotated[str, typer.Option(help="Of groups: column with their scores.")] = "scores",
     val_share: Annotated[float, typer.Option(min=0.0, max=0.5, help="Share of pairs written to val.jsonl.")] = 0.03,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the shuffle and the split.")] = 0,
 ) -> None:
-    """Make pairs for `plaudit dpo` and `plaudit reward-model` from each prompt's best and worst response."""
+    """Make pairs for `plaudit dpo` and `plaudit reward-model` from each prompt's best and worst response, or from all of them.
+
+    Responses that are malformed, truncated, empty or without a score are never in a pair. Pairs of one prompt are all for training
+    or all for validation.
+    """
+    if (max_tokens is None) != (tokenizer is None):
+        raise typer.BadParameter("--max-tokens and --tokenizer belong together.", param_hint="--max-tokens")
     require_empty(out)
 
-    from plaudit.prepare.pairs import make_pairs
+    from plaudit.prepare.pairs import PairRules, make_pairs
+    from plaudit.prepare.scored_groups import Columns
+    from plaudit.prepare.token_counts import TokenCounter
 
-    summary = make_pairs(
-        scored,
-        out,
-        min_responses=min_responses,
-        min_margin=min_margin,
-        max_response_tokens=max_response_tokens,
-        val_share=val_share,
-        seed=seed,
-    )
-    print(f"{out}: {summary}")
+    counter = None if tokenizer is None else TokenCounter(tokenizer, chat_template)
+    rules = PairRules(min_responses, min_margin, max_response_tokens, max_tokens, counter, all_pairs)
+    columns = Columns(candidates_column, scores_column)
+    print(f"{out}: {make_pairs(scored, out, rules=rules, columns=columns, val_share=val_share, seed=seed)}")
 
 
 # Rows for a group judge ----------------------------------------------------------------------------------------------
@@ -269,3 +291,7 @@ def _require_new(out: Path) -> None:
         raise typer.BadParameter(f"{out} should end with .parquet.", param_hint="--out")
     if out.exists():
         raise PlauditError(f"--out: {out} exists; choose another name, or remove it first")
+
+
+for _name, _verb in THINKING_VERBS.items():
+    prepare.command(_name, epilog=examples(f"prepare {_name}"))(_verb)

@@ -1,31 +1,43 @@
-"""Scored responses → preference pairs: each prompt's best response is chosen, its worst rejected.
+"""Scored responses → preference pairs: each prompt's best response is chosen, its worst rejected; or all pairs of different scores.
 
-Reads the output of `plaudit score` for rows with `responses`, and the samples of an RL run (`samples/train_000012.parquet`, one row
-per sample; samples of the same prompt and step are compared). Truncated, empty, overlong and unscored responses are excluded;
-among equal scores, the first wins.
+Reads
+
+    rows with `responses` and `reward`       the output of `plaudit score`
+    rows with `response`, one per sample     an RL run's `samples/train_000012.parquet`; those of a prompt and step are compared
+    groups of translations with scores       `src_text`, `src_lang`, `trg_lang`, candidates and scores, as judges are trained on
+
+Malformed, truncated, empty, overlong and unscored responses are excluded: a malformed one was scored without being read, so that
+`rejected` would teach nothing but its form. Among equal scores, the first wins.
 """
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from plaudit.data.columns import RESPONSES, find_column, has_prompt
 from plaudit.data.conversations import describe_type, parse_prompt_messages, parse_tools
-from plaudit.data.rollouts import parse_token_counts, split_responses
+from plaudit.data.rollouts import parse_token_counts, split_answers, split_responses
 from plaudit.data.rows import Rows, read_rows
 from plaudit.errors import DataError
 from plaudit.files import write_atomic
+from plaudit.prepare.scored_groups import LANGUAGES, Columns
+from plaudit.prepare.token_counts import TokenCounter
+from plaudit.types import Message
 
 HINT = "Score them first: plaudit score R.yaml answers.jsonl --out scored.jsonl"
 
-SAMPLE_COLUMNS = {"responses": "response", "reward": "reward", "status": "status", "tokens": "tokens"}
+SAMPLE_COLUMNS = {"responses": "response", "reward": "reward", "status": "status", "tokens": "tokens", "malformed": "malformed"}
 """Columns of a prompt's responses together → columns of one sample of a run."""
-
+TRANSLATION = ("src_text", "src_lang", "trg_lang")
 
 Pair = dict[str, Any]
+Scored = tuple[float, str]
+"""A response's score, and its text."""
 
 
 @dataclass
@@ -38,6 +50,8 @@ class PairSummary:
     """Prompts with too few responses."""
     alike: int = 0
     """Prompts whose best and worst scores are too close."""
+    excluded: Counter[str] = field(default_factory=Counter)
+    """Responses that may not be in a pair, by reason."""
 
     def __str__(self) -> str:
         parts = [
@@ -47,36 +61,58 @@ class PairSummary:
             parts.append(f"{self.too_few:,} had too few responses")
         if self.alike:
             parts.append(f"{self.alike:,} had no clearly better response")
+        if self.excluded:
+            causes = ", ".join(f"{count:,} {reason}" for reason, count in self.excluded.most_common())
+            parts.append(f"responses left out: {causes}")
         return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class PairRules:
+    """Which responses may be in a pair, and which pairs are made."""
+
+    min_responses: int = 2
+    min_margin: float = 0.0
+    max_response_tokens: int | None = None
+    max_tokens: int | None = None
+    """Of prompt and response together, as `counter` counts them."""
+    counter: TokenCounter | None = None
+    all_pairs: bool = False
+    """Every two responses of a prompt whose scores differ, not only the best and the worst."""
+
+    def is_too_long(self, conversation: list[Message], where: str) -> bool:
+        if self.max_tokens is None or self.counter is None:
+            return False
+        return self.counter.conversation(conversation, where) > self.max_tokens
 
 
 def make_pairs(
     files: Sequence[Path],
     out: Path,
     *,
-    min_responses: int = 2,
-    min_margin: float = 0.0,
-    max_response_tokens: int | None = None,
+    rules: PairRules = PairRules(),  # noqa: B008 (frozen)
+    columns: Columns = Columns(),  # noqa: B008
     val_share: float = 0.03,
     seed: int = 0,
 ) -> PairSummary:
-    """Write train.jsonl and val.jsonl: `prompt`, `chosen`, `rejected`, and `margin`, the difference of their scores."""
+    """Write train.jsonl and val.jsonl: `prompt`, `chosen`, `rejected`, and `margin`, the difference of their scores. `columns`: of
+    groups of translations."""
     summary, pairs = PairSummary(), []
     for file in files:
-        rows = read_rows(file)
-        for where, row in _prompts(rows):
+        for where, row in _prompts(read_rows(file), columns):
             summary.rows += 1
-            scored = _usable(row, where, max_response_tokens)
-            if len(scored) < min_responses:
+            prompt = parse_prompt_messages(row, where)
+            scored = _usable(row, prompt, where, rules, summary.excluded)
+            if len(scored) < rules.min_responses:
                 summary.too_few += 1
                 continue
-            (best, chosen), (worst, rejected) = max(scored, key=lambda item: item[0]), min(scored, key=lambda item: item[0])
-            if best - worst <= min_margin or chosen == rejected:
-                summary.alike += 1
-                continue
+            chosen = _choose(scored, rules)
+            summary.alike += not chosen
             extra = {"tools": tools} if (tools := parse_tools(row.get("tools"), where)) else {}
-            prompt = row.get("prompt") or parse_prompt_messages(row, where)
-            pairs.append({"prompt": prompt, **extra, "chosen": chosen, "rejected": rejected, "margin": best - worst})
+            for (better, good), (worse, bad) in chosen:
+                pairs.append(
+                    {"prompt": row.get("prompt") or prompt, **extra, "chosen": good, "rejected": bad, "margin": better - worse}
+                )
     if not pairs:
         raise DataError(f"{', '.join(map(str, files))}: no pairs could be made ({summary})")
     train, val = _split(pairs, val_share, random.Random(seed))
@@ -86,6 +122,14 @@ def make_pairs(
         if split:
             write_atomic(out / f"{name}.jsonl", "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in split))
     return summary
+
+
+def _choose(scored: list[Scored], rules: PairRules) -> list[tuple[Scored, Scored]]:
+    """Pairs of a better and a worse response."""
+    by_score = [(max(scored, key=lambda item: item[0]), min(scored, key=lambda item: item[0]))]
+    if rules.all_pairs:
+        by_score = [(one, other) if one[0] > other[0] else (other, one) for one, other in combinations(scored, 2)]
+    return [(good, bad) for good, bad in by_score if good[0] - bad[0] > rules.min_margin and good[1] != bad[1]]
 
 
 def _split(pairs: list[Pair], val_share: float, rng: random.Random) -> tuple[list[Pair], list[Pair]]:
@@ -103,7 +147,10 @@ def _split(pairs: list[Pair], val_share: float, rng: random.Random) -> tuple[lis
     return train, val
 
 
-def _prompts(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+
+def _prompts(rows: Rows, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
     """One row per prompt with all its responses, and its location for error messages."""
     if {"prompt_id", "response"} <= set(rows.columns):
         rows.require("prompt", "reward", hint=HINT)
@@ -111,8 +158,12 @@ def _prompts(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
         for row in rows:
             samples.setdefault(row["prompt_id"], []).append(row)
         for name, group in samples.items():
-            columns = {plural: [row.get(singular) for row in group] for plural, singular in SAMPLE_COLUMNS.items()}
-            yield f"{rows.source}: prompt {name}", {"prompt": group[0]["prompt"], "tools": group[0].get("tools"), **columns}
+            joined = {plural: [row.get(singular) for row in group] for plural, singular in SAMPLE_COLUMNS.items()}
+            yield f"{rows.source}: prompt {name}", {"prompt": group[0]["prompt"], "tools": group[0].get("tools"), **joined}
+    elif {*TRANSLATION, columns.candidates} <= set(rows.columns):
+        rows.require(columns.scores)
+        for where, row in rows.located():
+            yield where, {"prompt": _task(row, where), "responses": row[columns.candidates], "reward": row[columns.scores]}
     else:
         if not has_prompt(rows.columns):
             rows.require("prompt", hint=HINT)
@@ -122,20 +173,48 @@ def _prompts(rows: Rows) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from rows.located()
 
 
-def _usable(row: dict[str, Any], where: str, max_response_tokens: int | None) -> list[tuple[float, str]]:
-    """(reward, response) of every response that may be in a pair."""
+def _task(row: dict[str, Any], where: str) -> list[Message]:
+    """A group's translation task, as a prompt."""
+    for column in TRANSLATION:
+        if not isinstance(row[column], str) or not row[column].strip():
+            raise DataError(f"{where}: column {column!r} should be text, not {describe_type(row[column])}")
+    source, target = (LANGUAGES.get(row[column].lower(), row[column]) for column in ("src_lang", "trg_lang"))
+    return [{"role": "user", "content": f"Translate from {source} into {target}:\n\n{row['src_text'].strip()}"}]
+
+
+def _usable(row: dict[str, Any], prompt: list[Message], where: str, rules: PairRules, excluded: Counter[str]) -> list[Scored]:
+    """Every response that may be in a pair, with its score."""
     row, texts = split_responses(row, where)
-    counts = parse_token_counts(row.get("tokens"), len(texts), where)
-    rewards, status = row["reward"], row.get("status") or ["finished"] * len(texts)
+    counts, rewards = parse_token_counts(row.get("tokens"), len(texts), where), row["reward"]
     if not isinstance(rewards, list) or len(rewards) != len(texts) or not all(isinstance(r, int | float | None) for r in rewards):
         raise DataError(
             f"{where}: `reward` should be a number for each of the {len(texts)} responses, not {describe_type(rewards)}. {HINT}"
         )
-    return [
-        (float(reward), text)
-        for text, reward, count, state in zip(texts, rewards, counts, status, strict=True)
-        if reward is not None
-        and text.strip()
-        and state != "truncated"
-        and (max_response_tokens is None or count is None or count <= max_response_tokens)
-    ]
+    status, malformed = _per_response(row, "status", texts, where), _per_response(row, "malformed", texts, where)
+    answers, usable = split_answers(row, len(texts)), []
+    for text, answer, reward, count, state, broken in zip(texts, answers, rewards, counts, status, malformed, strict=True):
+        if reward is None:
+            excluded["without a score"] += 1
+        elif state == "truncated":
+            excluded["truncated"] += 1
+        elif broken or (answer is not None and not answer.strip()):
+            excluded["malformed"] += 1
+        elif not text.strip():
+            excluded["empty"] += 1
+        elif rules.max_response_tokens is not None and count is not None and count > rules.max_response_tokens:
+            excluded[f"longer than {rules.max_response_tokens:,} tokens"] += 1
+        elif rules.is_too_long([*prompt, {"role": "assistant", "content": text}], where):
+            excluded[f"longer than {rules.max_tokens:,} tokens with the prompt"] += 1
+        else:
+            usable.append((float(reward), text))
+    return usable
+
+
+def _per_response(row: dict[str, Any], column: str, texts: list[str], where: str) -> list[Any]:
+    """A column with an entry per response; nothing where it is missing."""
+    values = row.get(column)
+    if values is None:
+        return [None] * len(texts)
+    if not isinstance(values, list) or len(values) != len(texts):
+        raise DataError(f"{where}: `{column}` should be a list with an entry for each of the {len(texts)} responses. {HINT}")
+    return values

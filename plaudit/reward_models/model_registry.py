@@ -222,14 +222,14 @@ def usage_by_model(loop: asyncio.AbstractEventLoop) -> dict[str, UsageTotals]:
     for model in sorted(models, key=lambda model: (model.name, model.scalar, model.settings.model_dump_json())):
         seen[model.name] += 1
         name = f"{model.name}-{seen[model.name]}" if seen[model.name] > 1 else model.name
-        totals[name] = _totals(model.backend.usage, model.settings)
+        totals[name] = usage_totals(model.backend.usage, model.settings)
         if len(model.handles) > 1:
             for handle in sorted(model.handles, key=lambda handle: handle.label):
-                totals[f"{name}/{handle.label}"] = _totals(handle.usage, model.settings)
+                totals[f"{name}/{handle.label}"] = usage_totals(handle.usage, model.settings)
     return totals
 
 
-def _totals(usage: Usage, settings: RewardModel) -> UsageTotals:
+def usage_totals(usage: Usage, settings: RewardModel) -> UsageTotals:
     counts = {"calls": usage.calls, "retries": usage.retries, "prompt_tokens": usage.prompt_tokens, "new_tokens": usage.new_tokens}
     cost = settings.cost(usage.prompt_tokens, usage.new_tokens)
     return {name: float(count) for name, count in counts.items()} | ({} if cost is None else {"cost": cost})

@@ -24,7 +24,7 @@ from plaudit.redaction import redact_all
 from plaudit.reward_models.backend import may_be_retried
 from plaudit.rewards.cache import ScoreCache, keys, reward_digest
 from plaudit.rewards.reward import LONG_TEXT, LiveReward, failed, last_line
-from plaudit.rewards.view import see
+from plaudit.rewards.view import see_saved, with_view
 from plaudit.turns import turns
 from plaudit.types import DECLINED, LARGEST_REWARD, Failure, Group, Sample, Score
 
@@ -128,9 +128,9 @@ class RewardClient:
             if selected is not None and not selected[i]:
                 scores[i] = NOT_SCORED
             elif scores[i] is None:
-                view = see(self.reward.view, sample.text)
+                view = see_saved(self.reward.view, sample)
                 if view.scorable:
-                    seen = sample if view.text is sample.text else dataclasses.replace(sample, text=view.text)
+                    seen = sample if view.text is sample.text else with_view(sample, view.text)
                     views.append((i, seen, view.problem))
                 else:
                     scores[i] = Score(0.0, malformed=True, view=view.text, trace={"malformed": view.problem})

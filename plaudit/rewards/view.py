@@ -11,10 +11,11 @@ A response without an answer is the policy's fault: it is malformed, and the rew
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plaudit.recipe import View
 from plaudit.response_files import CLOSE, OPEN, Longcot, read_longcot_config
+from plaudit.types import Sample, SavedSample
 
 PLACEHOLDER = "[NULL]"
 FENCE = "```"
@@ -34,7 +35,24 @@ class Seen:
 
 def see(view: View, text: str) -> Seen:
     """Apply a view to a response."""
-    seen = _without_thoughts(view, text)
+    return _see_extract(view, _without_thoughts(view, text))
+
+
+def see_saved(view: View, sample: Sample) -> Seen:
+    """Apply a view to a sample. If its answer was saved apart from its thoughts, these are not seen, whatever the view says."""
+    answer = sample.answer if isinstance(sample, SavedSample) else None
+    if answer is None:
+        return see(view, sample.text)
+    return _see_extract(view, Seen(answer) if answer.strip() else Seen("", "it has thoughts and no answer"))
+
+
+def with_view(sample: Sample, text: str) -> Sample:
+    """The sample as a reward sees it; rewards inside that reward see nothing else of it."""
+    answer = {"answer": text} if isinstance(sample, SavedSample) and sample.answer is not None else {}
+    return replace(sample, text=text, **answer)
+
+
+def _see_extract(view: View, seen: Seen) -> Seen:
     if seen.problem is not None or view.extract == "none":
         return seen
     found = _extract(view, seen.text)

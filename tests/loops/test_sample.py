@@ -221,7 +221,7 @@ def test_changed_settings_are_refused(tmp_path, sample, options, differs):
     assert code == 2
     assert not out
     assert err.splitlines()[-2:] == [
-        f"--out: {tmp_path / 'out.jsonl'} was sampled differently; choose another file, or sample as before:",
+        f"--out: {tmp_path / 'out.jsonl'} was made with other settings; choose another file, or use the same ones:",
         differs,
     ]
     assert (tmp_path / "out.jsonl").read_bytes() == before

@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -63,6 +64,8 @@ class FaultServer:
         self.others: list[str] = []
         """Further models that it lists."""
         self.fault_for_all: str | None = None
+        self.reply: Callable[[str], str] = "answer to {}".format
+        """Its answer to a prompt."""
         self.dies_after: int | None = None
         self.requests: list[ReceivedRequest] = []
         self.tries: Counter[str] = Counter()
@@ -176,7 +179,7 @@ class FaultServer:
             if "text" in body or "input_ids" in body:  # SGLang's
                 return {"embedding": [len(content) / 4], "meta_info": {"prompt_tokens": len(content)}}
             return {"data": [{"index": 0, "label": None, "probs": [len(content) / 4], "num_classes": 1}], "usage": usage}
-        text, reason = f"answer to {content}", "length" if content.startswith("long") else "stop"
+        text, reason = self.reply(content), "length" if content.startswith("long") else "stop"
         choice = {"text": text} if path == "/v1/completions" else {"message": {"role": "assistant", "content": text}}
         return {"choices": [{"index": 0, "finish_reason": reason, **choice}], "usage": usage}
 
