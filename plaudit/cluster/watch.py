@@ -171,9 +171,13 @@ class Watch:
     def _silence_verdict(self) -> Verdict | None:
         now = self._clock()
         alive = {rank: state for rank, state in enumerate(self.ranks) if not state.ended}
-        silent = {r: s for r, s in alive.items() if s.waiting is None and now - s.heard_at > self._limit_s(r)}
+        working = {rank: state for rank, state in alive.items() if state.waiting is None}
+        silent = {r: s for r, s in working.items() if now - s.heard_at > self._limit_s(r)}
         if silent:
             longest = sorted(silent, key=lambda r: silent[r].heard_at)
+            over_s = now - silent[longest[0]].heard_at - self._limit_s(longest[0])
+            if len(silent) < len(working) and over_s < SAME_ERROR_S:
+                return None  # others may hang too, since a moment later
             return Verdict(longest[0], ProcessFailed(self._silence(longest)), silent=tuple(silent))
         training = {rank: state for rank, state in alive.items() if rank < self._size}
         waiting = [s for s in training.values() if s.waiting is not None and now - s.heard_at > self._timeout_s]

@@ -61,7 +61,7 @@ def _row(group: ScoredGroup, i: int) -> dict[str, Any]:
         "extra_info": redact(_json(prompt.extra_info)) if prompt.extra_info else None,
         "status": sample.status,
         "tokens": len(sample),
-        "mean_logprob": None if sample.untempered_logprobs is None else float(sample.untempered_logprobs.mean()),
+        "mean_logprob": _mean(sample.untempered_logprobs),
         "version": sample.version,
         "malformed": score.malformed,
         "failure": _failure_text(score),
@@ -123,6 +123,11 @@ def _shown(which: str, group: ScoredGroup, i: int) -> ShownSample:
     return ShownSample(which, _value((group, i)), _text(messages[-1]["content"]) if messages else "", group.group.samples[i].text)
 
 
+def _mean(logprobs: np.ndarray | None) -> float | None:
+    """None also for a sample without tokens."""
+    return None if logprobs is None or not len(logprobs) else float(logprobs.mean())
+
+
 def _failure_text(score: Score) -> str | None:
     return redact(f"{score.failure.cause}: {score.failure.message}") if score.failure else None
 
@@ -139,11 +144,12 @@ def length_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.group.samples]
     lengths = [len(sample) for sample in samples]
     untempered = [sample.untempered_logprobs for sample in samples if sample.untempered_logprobs is not None]
+    all_logprobs = np.concatenate(untempered) if untempered else np.empty(0)
     return {
         "length": statistics.fmean(lengths),
         "length_max": float(max(lengths)),
         "truncated": statistics.fmean(sample.status == "truncated" for sample in samples),
         "sampled_tokens": float(sum(lengths)),
         # Mean log-prob at temperature 1 of the policy's own samples: approaches 0 as the policy becomes more certain.
-        **({"untempered_logprob": float(np.concatenate(untempered).mean(dtype=np.float64))} if untempered else {}),
+        **({"untempered_logprob": float(all_logprobs.mean(dtype=np.float64))} if len(all_logprobs) else {}),
     }

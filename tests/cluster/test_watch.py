@@ -163,6 +163,31 @@ def test_of_several_silent_ranks_the_first_is_blamed_and_all_are_named(ranks):
     assert "rank 2 (step 3, training) has made no progress for 60 s, nor have rank 0 (step 3, sampling). If" in str(verdict.error)
 
 
+def test_ranks_that_fall_silent_one_after_the_other_are_named_together(ranks):
+    ranks.now = 0.4
+    ranks.beat(1)
+    ranks.now = 0.8
+    ranks.beat(2)
+    ranks.now = 60.5
+    assert ranks.verdict() is None  # two are silent, and the third may be
+    ranks.now = 60.9
+    verdict = ranks.verdict()
+    assert verdict is not None
+    assert (verdict.rank, verdict.silent) == (0, (0, 1, 2))
+
+
+def test_a_silent_rank_is_not_waited_for_because_others_work(ranks):
+    for second in range(61):
+        ranks.now = float(second)
+        ranks.beat(0)
+        ranks.beat(1)
+        assert ranks.verdict() is None
+    ranks.now = 60.0 + SAME_ERROR_S
+    verdict = ranks.verdict()
+    assert verdict is not None
+    assert (verdict.rank, verdict.silent) == (2, (2,))
+
+
 def test_a_rank_that_works_may_be_waited_for_for_ever(ranks):
     ranks.beat(0, "scored groups", waiting=True)
     ranks.beat(2, "scored groups", waiting=True)

@@ -64,6 +64,8 @@ def be_killed(world: Any, folder: Path, attempts: int) -> str:
     (folder / f"{world.rank}.attempt{number}").write_text(str(os.getpid()))
     if number == attempts:
         return f"result of attempt {number + 1}"
+    while len(list(folder.glob(f"*.attempt{number}"))) < world.size:
+        time.sleep(0.01)
     world.heartbeat.beat(f"step {number + 1}, sampling")
     if world.rank == 1:
         with (folder / "metrics.jsonl").open("a") as file:
@@ -162,7 +164,6 @@ def work_alone(given: Assignment, lifeline: Lifeline, status: StatusPipe) -> Any
     def beat(doing: str, waiting: bool = False) -> None:
         status.beat(doing, waiting)
 
-    beat("starting")
     return pickle.loads(given.job)(PlainWorld(given.ranks.rank, given.ranks.size, SimpleNamespace(beat=beat)))
 
 
