@@ -221,8 +221,8 @@ def _several_models(c: Conversion) -> None:
     c.no_meaning("plugins get the response as text, and the reward model's own tokenizer", tokenizer)
     if c.value(f"{RM}.use_bge") is not False:
         weight = c.value(f"{RM}.bge_weight") or 0.5
-        similarity = f"{{kind: similarity, path: BAAI/bge-large-zh-v1.5, weight: {weight}}}"
-        text = f"add {similarity} to rewards; its scale differs from the BGE service's"
+        similarity = f"{{kind: similarity, model: {{path: BAAI/bge-large-zh-v1.5, placement: launch}}, weight: {weight}}}"
+        text = f"add {similarity} to rewards, or call the BGE service (docs/reward_models/similarity.md); their scales differ"
         c.needs(text, f"{RM}.use_bge", f"{RM}.bge_weight")
         if not c.has(f"{RM}.use_bge"):
             c.remark(f"rewards: VeRL-with-rms adds a BGE similarity by default (use_bge): {text}")

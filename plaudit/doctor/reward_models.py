@@ -24,6 +24,7 @@ from plaudit.models.scalar import scalar_blocks
 from plaudit.models.trainable import resolve_dtype
 from plaudit.recipe.limits import JudgeLimits, Limits
 from plaudit.recipe.model_owners import deal_models, models_of
+from plaudit.recipe.reward_models import EmbeddingModel
 from plaudit.recipe.rewards import RewardSettings, View
 from plaudit.redaction import redact
 from plaudit.reward_models.backend import Backend, GenerationRequest, ModelInfo
@@ -139,8 +140,9 @@ class ModelRewardCheck:
         if model.gpus is not None:
             facts.append(f"in the run on {model.gpus} GPU{'s' if model.gpus > 1 else ''} of its own")
         facts.append(f"context {info.context:,} tokens" if info.context else "context unknown")
-        default = "messages rendered by the server" if info.template is None else "its own chat template"
-        facts.append(f"chat template {model.chat_template}" if model.chat_template else default)
+        if not isinstance(model, EmbeddingModel):
+            default = "messages rendered by the server" if info.template is None else "its own chat template"
+            facts.append(f"chat template {model.chat_template}" if model.chat_template else default)
         facts.append(f"{'responded' if model.placement == 'server' else 'loaded'} in {backend.load_s:.1f} s")
         return "; ".join(fact for fact in facts if fact)
 
@@ -179,7 +181,7 @@ class ModelRewardCheck:
     def first_inputs(self) -> Iterator[tuple[str, Text]]:
         """Each model's first input as the model reads it, with a title."""
         for name, (reward, backend) in self.backends.items():
-            if not backend.inputs:
+            if not backend.inputs or isinstance(reward.model, EmbeddingModel):
                 continue
             first, renderer = backend.inputs[0], self.renderers.get(name)
             try:
@@ -238,6 +240,8 @@ def _renderer(reward: ModelReward, info: ModelInfo) -> InputRenderer | None:
     if info.template is not None:
         return InputRenderer(info.template)
     model = reward.model
+    if isinstance(model, EmbeddingModel):
+        return None  # it reads texts as they are
     folder = model.tokenizer or (model.path if model.placement == "launch" else info.weights or model.path)
     if folder is None or not Path(folder).is_dir():
         return None

@@ -124,6 +124,22 @@ class RewardModel(Section):
         return (prompt_tokens * (self.prompt_price or 0.0) + new_tokens * (self.answer_price or 0.0)) / 1e6
 
 
+class EmbeddingModel(RewardModel):
+    """A model that embeds texts."""
+
+    @model_validator(mode="after")
+    def _check_embedding(self) -> "EmbeddingModel":
+        if self.placement == "offload":
+            raise ValueError("an embedding model is resident, or on a server (placement: server or launch)")
+        if self.chat_template is not None:
+            raise ValueError("an embedding model reads texts as they are: it has no chat_template")
+        if self.tokenizer is not None and self.placement != "launch":
+            raise ValueError("tokenizer belongs to placement: launch; elsewhere an embedding model uses its own")
+        if isinstance(self.rank, tuple):
+            raise ValueError("rank: one, or all: an embedding model is not divided")
+        return self
+
+
 class JudgeSampling(Section):
     """How a judge generates its answers."""
 

@@ -25,7 +25,7 @@ import aiohttp
 from plaudit.errors import RecipeError
 from plaudit.lora_folder import is_lora_folder
 from plaudit.recipe.limits import ModelLimits
-from plaudit.recipe.reward_models import RewardModel
+from plaudit.recipe.reward_models import EmbeddingModel, RewardModel
 from plaudit.report.progress import print_line, print_own_warning
 from plaudit.reward_models.backend import (
     SERVER_DIED,
@@ -37,6 +37,7 @@ from plaudit.reward_models.backend import (
     ScalarScore,
     Usage,
 )
+from plaudit.reward_models.embeddings import EmbeddingClient
 from plaudit.reward_models.server_client import ServerClient
 from plaudit.reward_models.server_program import PROGRAMS, ControlRequest
 from plaudit.servers.process import HOST, LONGEST_PAUSE_S, STOP_S, ServerProcess, Startup, free_port
@@ -114,7 +115,10 @@ class LaunchedModel(Backend):
             self._environment |= added
         model = self.model.model_copy(update={"credential": variable})
         url = f"http://{HOST}:{self.port}"
-        self._client = ServerClient(model, self._limits, urls=[url], scalar=self.scalar, wait_s=10.0, key=key)
+        if isinstance(model, EmbeddingModel):
+            self._client = EmbeddingClient(model, self._limits, urls=[url], wait_s=10.0, key=key)
+        else:
+            self._client = ServerClient(model, self._limits, urls=[url], scalar=self.scalar, wait_s=10.0, key=key)
         self.usage = self._client.usage
         try:
             await self._start()

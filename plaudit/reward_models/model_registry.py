@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from plaudit.errors import RecipeError
 from plaudit.recipe.limits import ModelLimits
-from plaudit.recipe.reward_models import RewardModel
+from plaudit.recipe.reward_models import EmbeddingModel, RewardModel
 from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore, Usage
 from plaudit.reward_models.divided import ModelPart, require_several_processes
 from plaudit.reward_models.peers import ModelPeers
@@ -44,6 +44,10 @@ def build_backend(
     its scores are bit-identical whatever else is scored at the same time. `device`: this process's, if it is one of several.
     `part`: what this process has of a divided model.
     """
+    if isinstance(settings, EmbeddingModel) and settings.placement != "launch":
+        from plaudit.reward_models.embeddings import EmbeddingClient, LocalEmbeddings
+
+        return EmbeddingClient(settings, limits) if settings.placement == "server" else LocalEmbeddings(settings, device)
     match settings.placement:
         case "server":
             from plaudit.reward_models.server_client import ServerClient

@@ -175,7 +175,7 @@ class ServerClient(Backend):
         """Score one conversation, before a run depends on it. Not counted."""
         [score] = await self.score([PROBE])
         if score.failure is not None:
-            raise RecipeError(f"the scalar model does not answer: {score.failure.message}")
+            raise RecipeError(f"the model does not score: {score.failure.message}")
         if score.too_long:
             raise RecipeError(f"{self.model.path}: not even {PROBE[0]['content']!r} fits into max_prompt_tokens")
         usage = self.usage
@@ -199,14 +199,17 @@ class ServerClient(Backend):
     async def responds(self, limit_s: float) -> bool:
         """Whether the only server answers the shortest of calls, which is not counted."""
         [replica] = self._connection.replicas.all
-        if self.scalar:
-            path, body = "/classify", self._scoring(PROBE, self._template and self._template.conversation_tokens(PROBE))[0]
-        else:
-            path, body = self._generation(GenerationRequest([], text="1"), None, SamplingParams(max_new_tokens=1))
+        path, body = self._shortest_call()
         answered = not isinstance(await self._connection.send(replica, path, limit_s, {"model": replica.model, **body}), Fault)
         if answered:
             replica.answered()
         return answered
+
+    def _shortest_call(self) -> tuple[str, dict[str, Any]]:
+        """Its path and its body."""
+        if self.scalar:
+            return "/classify", self._scoring(PROBE, self._template and self._template.conversation_tokens(PROBE))[0]
+        return self._generation(GenerationRequest([], text="1"), None, SamplingParams(max_new_tokens=1))
 
     def info(self) -> ModelInfo:
         replica = self._connection.replicas.all[0]
@@ -395,21 +398,21 @@ def _answer(answer: Any, choice: Any, text: Any) -> Answer:
     usage = answer.get("usage") or {}
     return Answer(
         redact_all(text),  # it may be quoted in a prompt for another server
-        prompt_tokens=_count_of(usage, "prompt_tokens"),
-        new_tokens=_count_of(usage, "completion_tokens"),
+        prompt_tokens=read_token_count(usage, "prompt_tokens"),
+        new_tokens=read_token_count(usage, "completion_tokens"),
         truncated=choice.get("finish_reason") == "length",
     )
 
 
 def _read_classes(answer: Any) -> tuple[float, int]:
     """vLLM's /classify: the score and the number of prompt tokens."""
-    return _number(answer["data"][0]["probs"]), _count_of(answer.get("usage") or {}, "prompt_tokens")
+    return _number(answer["data"][0]["probs"]), read_token_count(answer.get("usage") or {}, "prompt_tokens")
 
 
 def _read_sglang(answer: Any) -> tuple[float, int]:
     """SGLang's /classify: an object, or a list of one."""
     one = answer[0] if isinstance(answer, list) else answer
-    return _number(one["embedding"]), _count_of(one.get("meta_info") or {}, "prompt_tokens")
+    return _number(one["embedding"]), read_token_count(one.get("meta_info") or {}, "prompt_tokens")
 
 
 def _number(values: Any) -> float:
@@ -421,7 +424,7 @@ def _number(values: Any) -> float:
     return float(value)
 
 
-def _count_of(usage: Any, name: str) -> int:
+def read_token_count(usage: Any, name: str) -> int:
     """A number of tokens: rate limits and costs depend on it."""
     count = usage.get(name) or 0
     if type(count) is not int or not 0 <= count <= MAX_TOKENS:

@@ -29,7 +29,7 @@ class ServerProgram:
     model_option: str
     tokenizer_option: str
     scalar: Mapping[str, str | None]
-    """Options of a server for a model that scores."""
+    """Options of a server for a model that scores, or embeds."""
     sleeps: Mapping[str, str | None]
     """Options of one that can sleep."""
     sleep: Sequence[ControlRequest]

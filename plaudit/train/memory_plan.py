@@ -45,6 +45,7 @@ from plaudit.recipe import (
     SFTRecipe,
     TrainingRecipe,
 )
+from plaudit.recipe.reward_models import EmbeddingModel
 from plaudit.recipe.rollout import SERVED_ENGINES, EngineServerSettings
 from plaudit.report.progress import print_line
 from plaudit.rewards.judges.model_rewards import ModelReward, find_all_model_rewards
@@ -162,6 +163,8 @@ def local_reward_models(recipe: Recipe) -> list[tuple[str, ModelReward]]:
     rewards = recipe.rewards if isinstance(recipe, RewardedRecipe) else ()
     found: dict[Any, tuple[str, ModelReward]] = {}
     for name, reward in chain.from_iterable(map(find_all_model_rewards, rewards)):
+        if isinstance(reward.model, EmbeddingModel) and not reward.model.is_served:
+            continue  # small, and of an architecture that need not be a causal model's
         key = reward.model, reward.scalar
         found[key] = (f"{found[key][0]}, {name}", found[key][1]) if key in found else (name, reward)
     return list(found.values())

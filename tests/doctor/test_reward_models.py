@@ -231,6 +231,15 @@ def test_served_judge_shows_the_messages_sent(doctor, server, tmp_path):
     assert len(server.requests) == 2 * len(BUILT_IN_PAIRS)
 
 
+def test_served_embeddings_are_described_and_compared(doctor, server):
+    code, findings, out = doctor({"kind": "similarity", "model": {"placement": "server", "url": server.url}})
+    assert code == 0
+    (_, description), *pairs = findings_for(findings, "reward")
+    assert description.startswith(f"similarity: similarity; model judge at {server.url}; context 4,096 tokens; responded in 0.")
+    assert len(pairs) == len(BUILT_IN_PAIRS)
+    assert "rendered by the server" not in out
+
+
 def test_served_model_with_a_local_tokenizer_is_rendered(doctor, server, tmp_path, tiny_model):
     reward = judge_reward(server.url, tmp_path / "t.jinja", model={"path": "judge", "tokenizer": str(tiny_model)})
     _, _, out = doctor(reward)

@@ -320,6 +320,27 @@ def test_scalar_models_agree_behind_a_url_and_in_this_process(models, scalar_url
     assert max(values) - min(values) > 0.1
 
 
+def test_embeddings_agree_in_a_launched_server_and_in_this_process(pairs_file, tmp_path, monkeypatch):
+    from plaudit.prepare.tiny_model import make_tiny_model
+
+    sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs plaudit[similarity]")
+    make_tiny_model([pairs_file], tmp_path / "random", kind="llama", hidden_size=128, layers=2, vocabulary=320)
+    (tmp_path / "random/chat_template.jinja").unlink()  # sentence-transformers would apply it, and servers do not
+    sentence_transformers.SentenceTransformer(str(tmp_path / "random"), device="cpu").save(str(tmp_path / "embedder"))
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    row = {"prompt": "p", "responses": ["four", "It is 4.", "no", LONG, ""], "ground_truth": ["four", "the number 4"]}
+    launch = {"placement": "launch", "program": str(PYTHON), "arguments": ARGUMENTS}
+    results = []
+    for model in ({"device": "cpu", "max_prompt_tokens": 256}, launch):
+        with Scorer([{"kind": "similarity", "model": {"path": str(tmp_path / "embedder"), **model}}]) as scorer:
+            results += scorer.score([row])
+    here, there = results
+    assert there["reward"] == pytest.approx(here["reward"], abs=1e-5)
+    assert there["malformed"] == here["malformed"] == [False, False, False, True, True]
+    assert len(set(here["reward"][:3])) == 3, "it tells texts apart"
+
+
 # A server that a recipe starts ---------------------------------------------------------------------------------------
 
 

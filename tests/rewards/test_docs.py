@@ -2,7 +2,9 @@
 
 import json
 import re
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,10 @@ from plaudit.recipe import RewardSettings, ScoreRecipe
 from plaudit.recipe.limits import JudgeLimits
 from plaudit.recipe.reward_models import JudgeSampling, RewardModel
 from plaudit.recipe.section import Section
+from plaudit.reward_models.embeddings import Embedding, similarity
 from plaudit.rewards.combine import combine
 from plaudit.rewards.judges.judge import JsonField
 from plaudit.rewards.judges.rubric_judge import Criterion
-from plaudit.rewards.judges.similarity import LiveSimilarity
 from plaudit.rewards.reward import build
 from plaudit.rewards.runner import RewardRunner
 from plaudit.scoring import Scorer
@@ -123,7 +125,7 @@ def _anchors(file: Path) -> list[str]:
 
 def test_every_kind_that_calls_a_model_has_a_page():
     model_kinds = {kind for kind in plugins.kinds("rewards") if "model" in plugins.kind("rewards", kind).model_fields}
-    assert model_kinds | {"similarity"} == set(KINDS)
+    assert model_kinds == set(KINDS)
     overview = re.findall(r"^\| \[`(\w+)`\]\(\1\.md\) \|", PAGES["README"], re.M)
     assert sorted(overview) == sorted(KINDS)
 
@@ -344,12 +346,36 @@ def test_the_translation_recipe_counts_the_default_reward_once():
     assert values(scored) == pytest.approx([0.08, 0.05 - 0.04, -0.04, -0.04])
 
 
-def test_similarity_by_hand(monkeypatch):
-    [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": "none"}]}).rewards
+def test_similarity_by_hand():
     vectors = {"r": (3, 4), "s": (4, 3), "t": (1, 0)}
-    monkeypatch.setattr(LiveSimilarity, "_load", lambda _: lambda texts: np.array([vectors[text] for text in texts]))
-    [score] = scores_of(reward, "r", truth=["s", "t"])  # pyright: ignore
+    embeddings = {text: Embedding(np.array(vector, dtype=float)) for text, vector in vectors.items()}
+    [score] = scores_of(make("similarity", lambda pair: similarity(pair, embeddings)), "r", truth=["s", "t"])
     assert (score.value, score.trace["nearest"]) == (pytest.approx(0.96), "s")
+
+
+def test_the_similarity_service_is_called_by_a_function(tmp_path, monkeypatch):
+    """docs/reward_models/similarity.md: POST {sent1, sent2} → {sim}."""
+    code = re.search(r"```python\n(# bge_service\.py.*?)```", PAGES["similarity"], re.S)[1]  # pyright: ignore
+    (tmp_path / "bge_service.py").write_text(code)
+    sent: list[Any] = []
+
+    class Service(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            sent.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"sim": 0.75}')
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("BGE_URL", f"http://127.0.0.1:{server.server_port}/get_bge_sim")
+        with Scorer([{"kind": "function", "path": str(tmp_path / "bge_service.py")}]) as scorer:
+            [row] = scorer.score([{"prompt": "p", "response": "x", "ground_truth": "y"}])
+        server.shutdown()
+    assert row["reward"] == 0.75
+    assert sent == [("/get_bge_sim", {"sent1": "x", "sent2": "y"})]
 
 
 def test_plugin_by_hand(tmp_path):

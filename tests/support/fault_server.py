@@ -28,8 +28,8 @@ BAD_ANSWERS = {
     "notjson": "<html>502 Bad Gateway</html>",
     "schema": '{"object": "something else"}',
     "empty": '{"choices": [], "data": []}',
-    "notext": '{"choices": [{"message": {"role": "assistant"}}], "data": [{"probs": []}]}',
-    "nan": '{"choices": [{"message": 5}], "data": [{"probs": [NaN]}]}',
+    "notext": '{"choices": [{"message": {"role": "assistant"}}], "data": [{"probs": [], "embedding": []}]}',
+    "nan": '{"choices": [{"message": 5}], "data": [{"probs": [NaN], "embedding": [NaN]}]}',
 }
 STATUSES = {
     "500": "the engine broke",
@@ -110,7 +110,7 @@ class FaultServer:
         app = web.Application(client_max_size=2**26)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
-        for path in ("/v1/chat/completions", "/v1/completions", "/classify"):
+        for path in ("/v1/chat/completions", "/v1/completions", "/classify", "/v1/embeddings"):
             app.router.add_post(path, self._answer)
         if self._held is None:
             # Bound but not listening: connections are refused while it is dead, and no other process takes the port.
@@ -179,6 +179,8 @@ class FaultServer:
             if "text" in body or "input_ids" in body:  # SGLang's
                 return {"embedding": [len(content) / 4], "meta_info": {"prompt_tokens": len(content)}}
             return {"data": [{"index": 0, "label": None, "probs": [len(content) / 4], "num_classes": 1}], "usage": usage}
+        if path == "/v1/embeddings":  # how often a text has each of these letters
+            return {"data": [{"index": 0, "embedding": [content.count(letter) for letter in "abc"]}], "usage": usage}
         text, reason = self.reply(content), "length" if content.startswith("long") else "stop"
         choice = {"text": text} if path == "/v1/completions" else {"message": {"role": "assistant", "content": text}}
         return {"choices": [{"index": 0, "finish_reason": reason, **choice}], "usage": usage}

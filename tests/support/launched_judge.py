@@ -117,6 +117,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if silent or (has("--slow") and not short):
             time.sleep(1000)
         time.sleep(float(get("--answer-takes", 0)))
+        if self.path == "/v1/embeddings":
+            return self.give({"data": [{"embedding": [body["input"].count(letter) for letter in "abc"]}]})
         if self.path == "/v1/completions":
             return self.give({"choices": [{"text": f"{os.getpid()} {body['prompt']}"}]})
         return self.give({"choices": [{"message": {"content": f"{os.getpid()} " + body["messages"][-1]["content"]}}]})

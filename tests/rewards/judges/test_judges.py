@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 import re
-import sys
 from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
@@ -27,10 +26,9 @@ from plaudit.reward_models.backend import Answer, ScalarScore
 from plaudit.rewards.cache import reward_digest
 from plaudit.rewards.judges.candidates import group_candidates, shuffled
 from plaudit.rewards.judges.model_rewards import shortened
-from plaudit.rewards.judges.similarity import LiveSimilarity
 from plaudit.rewards.reward import LiveReward, build
 from plaudit.rewards.runner import RewardRunner
-from plaudit.types import Failure, Group, Prompt, ScoredGroup
+from plaudit.types import Failure, Group, Message, Prompt, ScoredGroup
 from support.judges import MODEL, Scripted, backend_of, causes, collect, make, scores_of, with_backend
 from support.rewards import group, values
 
@@ -653,49 +651,29 @@ def test_responses_without_a_critique_are_not_scored():
 # Similarity ----------------------------------------------------------------------------------------------------------
 
 
-def letter_counts(texts: list[str]) -> np.ndarray:
-    return np.array([[text.count(letter) for letter in "abc"] for text in texts], dtype=np.float32)
+def test_similarity_is_that_of_the_nearest_truth():
+    def cosine(pair: list[Message]) -> float:
+        return {("a", "x"): 0.5, ("b", "x"): 0.75, ("a", "y"): -1.0, ("b", "y"): -0.5}[pair[0]["content"], pair[1]["content"]]
+
+    reward = make("similarity", cosine)
+    got = scores_of(reward, "x", "y", " ", truth=["a", "b", "a"])
+    assert [score.value for score in got] == [0.75, -0.5, 0.0]
+    assert [score.malformed for score in got] == [False, False, True]
+    assert [score.trace.get("nearest") for score in got] == ["b", "b", None]
+    assert causes(scores_of(reward, "x", truth=None)) == ["no_ground_truth"]
 
 
-def test_similarity_is_the_cosine_with_the_nearest_truth(monkeypatch):
-    [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": "none"}]}).rewards
-    monkeypatch.setattr(LiveSimilarity, "_load", lambda _: letter_counts)
-    got = scores_of(reward, "aaa", "ab", "c", " ", truth=["a", "bb"])
-    assert [score.value for score in got] == pytest.approx([1.0, 2**-0.5, 0.0, 0.0])
-    assert [score.malformed for score in got] == [False, False, False, True]
-    assert causes(scores_of(reward, "a", truth=None)) == ["no_ground_truth"]
+def test_similarity_fails_with_its_server_and_not_with_a_long_response():
+    def say(pair: list[Message]) -> ScalarScore:
+        if pair[1]["content"] == "long":
+            return ScalarScore(None, too_long=True)
+        broken = pair == [{"role": "user", "content": "b"}, {"role": "assistant", "content": "x"}]
+        return ScalarScore(None, Failure("http", "broken")) if broken else ScalarScore(0.25)
 
-
-def test_similarity_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": "none"}]}).rewards
-    with pytest.raises(RecipeError, match=r"pip install 'sentence-transformers>="):
-        scores_of(reward, "a")
-
-
-@pytest.mark.slow
-def test_similarity_with_a_real_embedding_model(tiny_model, tmp_path):
-    """A tiny model's mean-pooled hidden states, compared with sentence-transformers' own."""
-    sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs plaudit[similarity]")
-    embedder = sentence_transformers.SentenceTransformer(str(tiny_model), device="cpu")  # pools by the mean
-    embedder.save(str(tmp_path / "embedder"))
-    truths, responses = ["four", "the number 4"], ["four", "It is 4.", "no"]
-    vectors = embedder.encode([*truths, *responses], convert_to_numpy=True).astype(np.float64)
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    expected = (vectors[2:] @ vectors[:2].T).max(1)
-    settings = {"kind": "similarity", "path": str(tmp_path / "embedder"), "device": "cpu", "batch_size": 2}
-    [reward] = ScoreRecipe.model_validate({"rewards": [settings]}).rewards
-    for _ in range(2):  # closed and opened again
-        found = [score.value for score in scores_of(reward, *responses, truth=truths)]
-        assert found == pytest.approx(expected.tolist(), abs=1e-5)
-    assert found[0] == pytest.approx(1.0)
-
-
-def test_similarity_with_a_missing_model_is_a_recipe_error(tmp_path):
-    pytest.importorskip("sentence_transformers", reason="needs plaudit[similarity]")
-    [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "similarity", "path": str(tmp_path / "gone")}]}).rewards
-    with pytest.raises(RecipeError, match="cannot load an embedding model from"):
-        scores_of(reward, "a", truth="a")
+    got = scores_of(make("similarity", say, malformed=-1.0), "long", "x", "y", truth=["a", "b"])
+    assert causes(got) == [None, "http", None]
+    assert [score.malformed for score in got] == [True, False, False]
+    assert got[2].value == 0.25
 
 
 # Plugins -------------------------------------------------------------------------------------------------------------
