@@ -186,7 +186,7 @@ def sample(
     top_p: float = 1.0,
     top_k: int | None = None,
     min_p: float = 0.0,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = None,
     seed: int = 0,
     max_prompt_tokens: int = 4096,
     too_long: Literal["filter", "error", "cut_left"] = "filter",

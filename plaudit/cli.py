@@ -33,6 +33,7 @@ from plaudit.options import (
     RewardRecipe,
     Rollouts,
     SamplingSeed,
+    StopStrings,
     Temperature,
     Tokenizer,
     TopP,
@@ -43,6 +44,7 @@ from plaudit.output_folder import DEMO_FILES, require_empty
 from plaudit.prepare.cli import prepare
 from plaudit.recipe import ModelSettings, SampleSettings, ScoreRecipe
 from plaudit.redaction import redact
+from plaudit.response_files import stop_strings
 from plaudit.serving.cli import serve
 from plaudit.wrapping import terminal_width, wrapped, wrapped_comments
 
@@ -156,7 +158,7 @@ def sample(
     min_p: Annotated[
         float, typer.Option(min=0.0, max=0.999, help="Drop tokens below this fraction of the best one's probability.")
     ] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends a response; may be given again.")] = None,
+    stop: StopStrings = None,
     seed: SamplingSeed = 0,
     max_prompt_tokens: MaxPromptTokens = 4096,
     too_long: Annotated[Literal["filter", "error", "cut_left"], typer.Option(help="What to do with longer prompts.")] = "filter",
@@ -176,8 +178,6 @@ def sample(
 
     if out.suffix != ".jsonl":
         raise typer.BadParameter(f"{out} should end with .jsonl: it has a line of JSON per prompt.", param_hint="--out")
-    if stop and "" in stop:
-        raise typer.BadParameter("an empty string would end every response at once.", param_hint="--stop")
     settings = ModelSettings(path=model, tokenizer=tokenizer, chat_template=chat_template, dtype=dtype)
     sources = resolve_sources(prompts, None, "PROMPTS")
     require_model(settings, "")
@@ -187,7 +187,8 @@ def sample(
     from plaudit.loops.sample import sample as run_sample
     from plaudit.rollout.engine import Sampling
 
-    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, tuple(stop or ()), seed)
+    ends = stop_strings(settings.path, tuple(stop) if stop else None)
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, ends, seed)
     job = SampleJob(
         settings, sources, out, n, sampling, max_prompt_tokens, too_long, max_prompts, max_sequences, device, special_tokens
     )

@@ -30,7 +30,8 @@ from plaudit.recipe import (
     SFTRecipe,
 )
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.recipe.rewards import nested_rewards
+from plaudit.recipe.rewards import OF_MODEL, nested_rewards
+from plaudit.response_files import read_longcot_config
 from plaudit.servers.sglang_command import SGLANG
 from plaudit.servers.vllm_command import VLLM
 from plaudit.shipped import opening_comment
@@ -156,14 +157,21 @@ def require_reward_files(recipe: Recipe) -> None:
     for reward in recipe.rewards if isinstance(recipe, RewardedRecipe) else ():
         for file in reward.files:
             if not file.is_file():
-                raise PlauditError(f"reward '{reward.label}': {file} is not a file.{nearest_path(file)}")
+                raise PlauditError(f"reward '{reward.label}': {file} is not a file.{_why_missing(file, reward)}")
         for one in (reward, *reward.inner):
-            if one.view.longcot_config is not None:
-                from plaudit.rewards.view import read_longcot_config
-
-                read_longcot_config(one.view.longcot_config)
+            if (longcot := one.view.longcot_file) is not None:
+                read_longcot_config(longcot)
     if isinstance(recipe, RewardedRecipe):
         _require_server_programs(recipe.rewards)
+
+
+def _why_missing(file: Path, reward: RewardSettings) -> str:
+    if any(one.view.longcot_config == OF_MODEL and one.view.longcot_file == file for one in (reward, *reward.inner)):
+        return (
+            " `plaudit sft` on texts with thoughts writes it. If the policy does not think, remove view.longcot_config; if it "
+            'does, write the file: {"longcot_delimiter": "</think>"}'
+        )
+    return nearest_path(file)
 
 
 def _require_server_programs(rewards: Sequence[RewardSettings]) -> None:

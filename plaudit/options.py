@@ -43,6 +43,21 @@ MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest response, though
 MaxPromptTokens = Annotated[int, typer.Option(min=1, help="Longest prompt; of a chat, all of it.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(min=1e-6, max=1.0, help="Sample from the most likely tokens that add up to this probability.")]
+
+
+def _refuse_empty_string(stop: list[str] | None) -> list[str] | None:
+    if stop and "" in stop:
+        raise typer.BadParameter("an empty string would end every response at once.")
+    return stop
+
+
+StopStrings = Annotated[
+    list[str] | None,
+    typer.Option(
+        callback=_refuse_empty_string,
+        help="A string that ends a response; may be given again. Default: the lines of the model's stop.txt, if it has one.",
+    ),
+]
 SamplingSeed = Annotated[int, typer.Option(min=0, help="Sampling seed.")]
 
 

@@ -16,7 +16,7 @@ LEVELS = [
     ["errors"],
     ["host", "shipped", "threads", "turns", "hub", "json_files", "wrapping"],
     ["lora_folder", "manifest", "model_files"],
-    ["types", "files", "seeding", "plugins", "command_help"],
+    ["types", "files", "seeding", "plugins", "command_help", "response_files"],
     ["world", "balance"],
     ["input_files", "output_folder", "run_progress"],
     ["objectives"],

@@ -11,6 +11,8 @@ from plaudit.other_systems.huggingface import SCHEDULES
 
 ROWS = {"sft": "train.rows_per_step", "dpo": "train.pairs_per_step", "reward-model": "train.pairs_per_step"}
 MANY = 10_000_000
+NEVER = 100_000
+"""Steps that no run has: an interval that switches saving off."""
 """Rows that no file has: such a limit is none."""
 AGGREGATIONS = {
     "dapo": "token-mean", "bnpo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm",
@@ -111,9 +113,9 @@ def _save_and_validate(c: Conversion) -> None:
         elif chosen in ("steps", "epoch", "best"):
             c.needs(f"set {ours}, in steps", strategy, steps)
         c.no_meaning(f"it is off, as here without {ours}", strategy, steps)
-    limit, keep = c.value("save_total_limit"), "save_total_limit"
-    if str(c.value("save_strategy")) == "no":
-        c.no_meaning("no checkpoint is saved before the last step: save_strategy is no", keep)
+    limit, keep, interval = c.value("save_total_limit"), "save_total_limit", c.value("save_steps")
+    if str(c.value("save_strategy")) == "no" or (isinstance(interval, int) and interval >= NEVER):
+        c.no_meaning("no checkpoint is saved before the last step", keep)
     elif isinstance(limit, str) or (isinstance(limit, int) and limit > 0):
         c.set("run.keep_last", limit, keep)
     else:
@@ -161,6 +163,8 @@ def _pairs_or_rows(c: Conversion) -> None:
     if tokens is None:
         c.remark("data.max_tokens: TRL has no limit (max_length None); the recipe's is 4096")
     mode = c.value("truncation_mode")
+    if c.stage == "dpo" and c.has("block_size") and not c.has("truncation_mode"):
+        mode = "keep_end"  # RLMT's dpo.py is of trl 0.19, whose default this was
     if c.stage == "reward-model":
         c.set("data.too_long", "filter", "truncation_mode", text="TRL leaves long pairs out")
     else:

@@ -4,6 +4,8 @@ from typing import Any
 
 from plaudit.convert.conversion import Conversion
 from plaudit.other_systems.verl import MODEL
+from plaudit.recipe.rewards import OF_MODEL
+from plaudit.response_files import LONGCOT
 
 RM = "reward_model"
 FUNCTION, FUNCTION_NAME = "reward.custom_reward_function.path", "reward.custom_reward_function.name"
@@ -157,6 +159,8 @@ def _sequence_model(c: Conversion) -> None:
     """A sequence classifier, which alone gives the rewards (RLMT; verl's own reward model worker)."""
     reward: dict[str, Any] = {"kind": "scalar_model", "model": {"path": c.value(f"{RM}.model.path"), "placement": "offload"}}
     config = c.value(f"{RM}.longcot_config")
+    if config == f"{c.value(f'{MODEL}.path')}/{LONGCOT}":
+        config = OF_MODEL
     if config:
         reward["view"] = {"longcot_config": config, **({"strict": True} if c.is_on(f"{RM}.strict") else {})}
     if c.is_on(f"{RM}.model.trust_remote_code"):

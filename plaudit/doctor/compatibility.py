@@ -5,6 +5,7 @@ They are mostly warnings: scoring works, but the model reads something other tha
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,6 +16,7 @@ from plaudit.doctor.reward_models import InputRenderer, ModelRewardCheck, plain_
 from plaudit.doctor.rewards import synthetic_group
 from plaudit.doctor.sanity_pairs import format_answer
 from plaudit.recipe import RLRecipe, View
+from plaudit.response_files import LONGCOT, read_longcot_config, response_file, stop_strings
 from plaudit.reward_models.backend import Backend, GenerationRequest
 from plaudit.rewards.judges.group_judge import GroupJudge
 from plaudit.rewards.judges.judge import Judge
@@ -39,8 +41,21 @@ class PolicyContext:
 
     @property
     def thinks(self) -> bool:
-        """A guess: its chat template handles thoughts, or a reward requires them."""
-        return "<think>" in self.template.text or any(reward.kind == "think_format" for reward in self.recipe.rewards)
+        """A guess: its chat template handles thoughts, a reward requires them, or its folder says where they end."""
+        in_template, required = (
+            "<think>" in self.template.text,
+            any(reward.kind == "think_format" for reward in self.recipe.rewards),
+        )
+        return in_template or required or self.ends_thoughts
+
+    @property
+    def longcot_file(self) -> Path:
+        return response_file(self.recipe.model.path, LONGCOT)
+
+    @property
+    def ends_thoughts(self) -> bool:
+        """Its folder says where thoughts end."""
+        return self.longcot_file.is_file() and read_longcot_config(self.longcot_file).start is not None
 
     @property
     def prefills_think(self) -> bool:
@@ -170,6 +185,8 @@ def _thoughts(name: str, reward: ModelReward, renderer: InputRenderer | None, po
                 f"{name}: view.think is strict, but the policy does not seem to think: responses without thoughts are malformed",
             )
         return
+    if view.longcot_file == policy.longcot_file and policy.ends_thoughts:
+        return  # at its own delimiter
     bare = View(extract=view.extract, tag=view.tag)
     seen = see(view, f"<think>\nMany thoughts.\n</think>\n\n{format_answer(bare, '42')}")
     if not seen.scorable or "42" not in seen.text:
@@ -197,13 +214,14 @@ def _tokens(
     tokenizer: Any = policy.template.tokenizer
     # Special tokens are stripped from a response's text; other added tokens are not.
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    stops = stop_strings(policy.recipe.model.path, policy.recipe.rollout.stop)
     raw = [one.text for one in inputs if isinstance(one, GenerationRequest) and one.text is not None]
     data = [str(message.get("content") or "") for prompt in policy.prompts for message in prompt.messages]
     data += [str(prompt.extra_info[column]) for prompt in policy.prompts if column in prompt.extra_info]
     for token in sorted(special | set(tokenizer.get_added_vocab())):
         if matches := sum(token in text for text in data):
             where, advice = f"it occurs in {matches:,} of {len(data):,} messages of the data", "remove it"
-        elif token in policy.recipe.rollout.stop and token not in special:
+        elif token in stops and token not in special:
             where, advice = "rollout.stop keeps it in responses", "have `view` extract the text before it"
         elif any(token in text for text in raw) and _num_tokens(renderer, token) > 1:
             where, advice = "it occurs in the raw prompt", "use the reward model's own tokens there"

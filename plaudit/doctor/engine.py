@@ -8,6 +8,7 @@ import torch
 from plaudit.doctor.findings import Finding
 from plaudit.recipe import RLRecipe
 from plaudit.recipe.rollout import SERVED_ENGINES, EngineServerSettings
+from plaudit.response_files import STOP, response_file, stop_strings
 from plaudit.rl.collect import check_capabilities, require_lag_possible
 from plaudit.rollout.build import engine_class
 from plaudit.rollout.served.engine import SERVED
@@ -19,6 +20,8 @@ def check_engine(recipe: RLRecipe, processes: Processes) -> Iterator[Finding]:
     require_lag_possible(recipe, processes.device(recipe.run.device))
     for warning in check_capabilities(engine_class(engine).capabilities, recipe):
         yield "!", warning
+    if recipe.rollout.stop is None and (stops := stop_strings(recipe.model.path, None)):
+        yield "✓", f"responses also end with {', '.join(map(repr, stops))}: {response_file(recipe.model.path, STOP)}"
     if engine in SERVED_ENGINES:
         yield from _server(recipe, processes)
     elif engine != "native":

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from plaudit.recipe import RewardSettings, View
-from plaudit.rewards.view import read_longcot_config
+from plaudit.response_files import read_longcot_config
 from plaudit.types import Prompt
 
 MAX_PAIRS_FROM_ROWS = 2
@@ -76,7 +76,7 @@ def format_answer(view: View, answer: str) -> str:
             answer = f"<{view.tag}>{answer}</{view.tag}>"
         case _:
             pass
-    if view.longcot_config is not None:
-        delimiters = read_longcot_config(view.longcot_config)
+    if (file := view.longcot_file) is not None:
+        delimiters = read_longcot_config(file)
         return f"{delimiters.start or ''}{answer}{delimiters.end or ''}"
     return f"<think>\nLet me see.\n</think>\n\n{answer}" if view.think == "strict" else answer

@@ -113,7 +113,7 @@ class Chat:
             )
         prompt = Prompt(f"question {self._asked}", messages, job.data_source, job.ground_truth, job.extra_info)
         self._asked += 1
-        prompts, sampling = [EncodedPrompt(prompt, tokens)], sampling_of(settings)
+        prompts, sampling = [EncodedPrompt(prompt, tokens)], sampling_of(settings, job.model)
         [group] = sample_groups(self._engine, prompts, settings.n, sampling, version=self._engine.version)
         return group
 

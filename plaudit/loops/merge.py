@@ -11,6 +11,7 @@ from plaudit.errors import PlauditError
 from plaudit.files import atomic_folder, is_disk_error
 from plaudit.lora_folder import LoraFolder
 from plaudit.models.trainable import fix_generation_config, load_pretrained, stop_at_end_of_turn
+from plaudit.response_files import read_response_files
 
 
 def merge_adapter(
@@ -26,10 +27,13 @@ def merge_adapter(
         model.config.pad_token_id = tokenizer.pad_token_id  # transformers looks for the last token that is not padding
     else:
         _set_end_tokens(model, tokenizer)
+    responses = {} if lora.scores else read_response_files(str(lora.folder))
     try:
         with atomic_folder(out.resolve()) as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
+            for name, content in responses.items():
+                (folder / name).write_bytes(content)
     except Exception as error:
         if not is_disk_error(error):
             raise

@@ -28,7 +28,7 @@ from plaudit.data.order import RowOrder
 from plaudit.data.prompts import EncodedPrompt, load_prompts
 from plaudit.data.templates import ChatTemplate, load_model_template
 from plaudit.errors import StopRequested
-from plaudit.files import weights_fingerprint
+from plaudit.files import text_digest, weights_fingerprint
 from plaudit.hub import model_folder
 from plaudit.models.devices import resolve_device
 from plaudit.models.trainable import load_policy, load_sampled
@@ -36,6 +36,7 @@ from plaudit.recipe import RLDataSettings, RLRecipe
 from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, console, print_line, show_progress
 from plaudit.report.samples import best_and_worst, source_line
+from plaudit.response_files import stop_strings
 from plaudit.rewards.cache import own_cache
 from plaudit.rewards.metrics import rewards_by_source
 from plaudit.rewards.runner import RewardRunner
@@ -202,7 +203,9 @@ def evaluate(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> dict[str
 def _inputs(recipe: RLRecipe) -> dict[str, str]:
     """What the result depends on besides the policy and its data."""
     paths = {"the critic": recipe.critic and recipe.critic.path, "the reference": recipe.reference.path}
-    return {name: weights_fingerprint(model_folder(path)) for name, path in paths.items() if path is not None}
+    digests = {name: weights_fingerprint(model_folder(path)) for name, path in paths.items() if path is not None}
+    stop = stop_strings(recipe.model.path, None) if recipe.rollout.stop is None else ()
+    return digests | ({"the model's stop.txt": text_digest("\n".join(stop))} if stop else {})
 
 
 def _val_prompts(sources: dict[str, list[Source]], template: ChatTemplate, recipe: RLRecipe) -> list[EncodedPrompt]:

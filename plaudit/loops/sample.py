@@ -22,6 +22,7 @@ from plaudit.models.trainable import load_policy
 from plaudit.recipe import ModelSettings, SampleSettings
 from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, print_line, show_progress
+from plaudit.response_files import stop_strings
 from plaudit.resumable import ResumableJsonl, open_resumable
 from plaudit.rollout.engine import Sampling
 from plaudit.rollout.groups import sample_groups
@@ -74,13 +75,14 @@ def sample_table(model: ModelSettings, sources: Sequence[Source], settings: Samp
     template = load_model_template(model, settings.special_tokens)
     loaded = load_prompts(sources, template, max_prompt_tokens=settings.max_prompt_tokens, too_long=settings.too_long)
     engine = load_engine(model, template, device=settings.device, max_sequences=settings.max_sequences)
-    sampled = sample_groups(engine, loaded.prompts, settings.n, sampling_of(settings), version=engine.version)
+    sampled = sample_groups(engine, loaded.prompts, settings.n, sampling_of(settings, model), version=engine.version)
     groups = {group.prompt.id: group for group in sampled}
     return pa.Table.from_pylist([group_row(groups[encoded.prompt.id]) for encoded in loaded.prompts])
 
 
-def sampling_of(settings: SampleSettings) -> Sampling:
-    return Sampling(**{field.name: getattr(settings, field.name) for field in fields(Sampling) if field.name != "step"})
+def sampling_of(settings: SampleSettings, model: ModelSettings) -> Sampling:
+    given: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(Sampling) if field.name != "step"}
+    return Sampling(**{**given, "stop": stop_strings(model.path, settings.stop)})
 
 
 def _sample(job: SampleJob, left: list[EncodedPrompt], template: ChatTemplate, total: int, file: ResumableJsonl) -> None:

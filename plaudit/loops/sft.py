@@ -28,11 +28,15 @@ from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import SFTRecipe
 from plaudit.report.progress import print_line
+from plaudit.response_files import CLOSE, LONGCOT, have_thoughts, longcot_of_think_tags, read_longcot_config, response_file
 from plaudit.run import Run
 from plaudit.train.build import build_trainer, divide, plan_training
 from plaudit.train.trainer import Loss, compute_repeatably
 from plaudit.types import Batch, Example
 from plaudit.world import World
+
+THOUGHT_ROWS = 200
+"""Rows that are looked at for thoughts."""
 
 
 def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) -> Path:
@@ -53,6 +57,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         resolved, sharding = plan_training(recipe, examples.lengths, world)
         run.sharding = sharding
         policy = divide(load_policy(resolved.model, template, device, seed=recipe.seed), sharding, world)
+        _note_thoughts(policy, examples, recipe.model.path)
         trainer = build_trainer(recipe, policy, sharding, world)
 
         def update(rows: list[Example]) -> tuple[Sequence[Batch], Loss]:
@@ -80,6 +85,21 @@ def validate(
     }
     totals = {first: total for theirs in world.gather(own, "a validation") for first, total in theirs.items()}
     return {"val/loss": -sum(totals[batch[0]] for batch in batches) / sum(example.num_targets for example in examples)}
+
+
+def _note_thoughts(policy: TrainableModel, examples: Sequence[Example], path: str) -> None:
+    """A model that is trained on thoughts says where they end, for the stages after this one (plaudit/response_files.py)."""
+    some = examples[:: max(1, len(examples) // THOUGHT_ROWS)]
+    texts = [str(policy.template.tokenizer.decode(example.tokens[example.loss_mask])) for example in some]
+    if LONGCOT not in policy.response_files:
+        if have_thoughts(texts):
+            policy.response_files[LONGCOT] = longcot_of_think_tags()
+            print_line(f"most rows have thoughts, so the trained model gets a {LONGCOT}: they end with {CLOSE}")
+        return
+    file = response_file(path, LONGCOT)
+    start = read_longcot_config(file).start
+    if start is not None and not any(start in text for text in texts):
+        print_line(f"{file} says that thoughts end with {start}, which no row has: correct it, or delete it", "yellow")
 
 
 def _examples(part: str, sources: list[Source], template: ChatTemplate, recipe: SFTRecipe) -> ExampleSet:

@@ -6,7 +6,7 @@ Weights are loaded and saved as safetensors; a model with only pickled weights i
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +31,7 @@ from plaudit.models.sharded import gather_on_host, is_sharded, iter_some, iter_w
 from plaudit.models.verify import verify_packed
 from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.redaction import redact
+from plaudit.response_files import read_response_files
 from plaudit.threads import fit_threads
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class TrainableModel:
     lora: LoraSettings | None = None
     peft: "PeftModel | None" = None
     """Wraps `model`, whose layers carry the adapters."""
+    response_files: dict[str, bytes] = field(default_factory=dict)
+    """How its responses are written (plaudit/response_files.py), by file name."""
     _tokenizer: dict[str, bytes] | None = None
     """The tokenizer's files, once they were needed."""
 
@@ -74,8 +77,8 @@ class TrainableModel:
         return self.lora is not None and self.lora.merge_on_save
 
     def save(self, folder: Path | None) -> None:
-        """Write a folder that transformers and vLLM can load: weights, config, tokenizer, chat template, end-of-turn tokens.
-        Without one, only help to gather a sharded model's weights."""
+        """Write a folder that transformers and vLLM can load: weights, config, tokenizer, chat template, end-of-turn tokens, and
+        how its responses are written. Without one, only help to gather a sharded model's weights."""
         write = self.snapshot(None, keep=folder is not None)
         if folder is not None:
             write(folder)
@@ -93,7 +96,7 @@ class TrainableModel:
                 self.model.save_pretrained(folder, state_dict=weights)
             else:
                 self.peft.save_pretrained(str(folder), state_dict=weights)
-            for name, content in tokenizer.items():
+            for name, content in (tokenizer | self.response_files).items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_bytes(content)
 
@@ -146,7 +149,7 @@ def load_policy(recipe: ModelSettings, template: ChatTemplate, device: torch.dev
     peft = attach_lora(model, recipe.lora, seed) if recipe.lora is not None else None
     checkpoint_layers(model, recipe)
     model.train()
-    return TrainableModel(model, template, recipe.lora, peft)
+    return TrainableModel(model, template, recipe.lora, peft, read_response_files(recipe.path))
 
 
 def load_sampled(recipe: ModelSettings, policy: TrainableModel, *, copy: bool = False) -> PreTrainedModel:

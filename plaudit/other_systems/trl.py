@@ -132,7 +132,7 @@ KEYS: dict[str, Entry] = {
     **several(advice(PRECISION), "quantization_config"),
     # RLMT's scripts.
     "use_load_from_disk": no_meaning("folders of save_to_disk are read as they are"),
-    "add_longcot_config": no_meaning("a longcot_config.json is carried from stage to stage if the model has one"),
+    "add_longcot_config": no_meaning("a longcot_config.json is carried from stage to stage, and SFT on thoughts writes one"),
     "block_size": composed("data.max_tokens"),
 }  # fmt: skip
 

@@ -17,13 +17,19 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from plaudit import plugins
+from plaudit.errors import RecipeError
 from plaudit.recipe.audit import AuditSettings
 from plaudit.recipe.limits import Limits, ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.recipe.section import Fraction, Section, one_or_more
+from plaudit.response_files import LONGCOT, response_file
 
 if TYPE_CHECKING:
     from plaudit.types import Prompt
+
+
+OF_MODEL = "model"
+"""view.longcot_config: the policy's own."""
 
 
 class View(Section):
@@ -32,7 +38,8 @@ class View(Section):
     think: Literal["keep", "strip", "strict"] = "keep"
     """Thoughts (`<think>…</think>`): kept; stripped; or stripped, and malformed where they are missing or not well-formed."""
     longcot_config: str | None = None
-    """A longcot_config.json whose delimiters mark the answer, instead of `think`."""
+    """A longcot_config.json whose delimiters mark the answer, instead of `think`. model: the one in the policy's folder
+    (model.path)."""
     strict: bool = False
     """With longcot_config: where a delimiter is missing, the reward sees `[NULL]` and the response is malformed."""
     extract: Literal["none", "line", "codeblock", "oneline", "boxed", "answer", "tag"] = "none"
@@ -40,6 +47,26 @@ class View(Section):
     line; the contents of the last \\boxed{}; the final answer as the math rule reads it; the contents of the last <tag>."""
     tag: str | None = None
     """The tag's name, for extract: tag."""
+    _policy: str | None = PrivateAttr(default=None)
+    """longcot_config: model. That model."""
+
+    @property
+    def longcot_file(self) -> Path | None:
+        if self.longcot_config != OF_MODEL:
+            return None if self.longcot_config is None else Path(self.longcot_config).expanduser()
+        if self._policy is None:
+            raise RecipeError(
+                f"view.longcot_config: {OF_MODEL} is the policy's {LONGCOT}, and there is no policy here: name a file"
+            )
+        return response_file(self._policy, LONGCOT)
+
+    def of_policy(self, model: str) -> "View":
+        """This view of the responses of a policy."""
+        if self.longcot_config != OF_MODEL:
+            return self
+        view = self.model_copy()
+        view._policy = model
+        return view
 
     @model_validator(mode="after")
     def _check_combination(self) -> "View":
@@ -131,8 +158,8 @@ class RewardSettings(Section):
     @property
     def files(self) -> list[Path]:
         """Files its scores depend on; their contents are part of a run's identity."""
-        own = [] if self.view.longcot_config is None else [Path(self.view.longcot_config).expanduser()]
-        return own + [file for reward in self.inner for file in reward.files]
+        own = self.view.longcot_file
+        return ([] if own is None else [own]) + [file for reward in self.inner for file in reward.files]
 
     @property
     def own_files(self) -> list[Path]:
@@ -150,6 +177,13 @@ class RewardSettings(Section):
             return _matches(self.when, prompt)
         assert self._matched_above is not None, "when: otherwise has a meaning only in a recipe's list of rewards"
         return not any(_matches(fields, prompt) for fields in self._matched_above)
+
+    def of_policy(self, model: str) -> Self:
+        """This reward for the responses of a policy: `view.longcot_config: model` refers to it."""
+        inside = {name: getattr(self, name) for name in type(self).model_fields}
+        inside = {name: value for name, value in inside.items() if isinstance(value, RewardSettings | View)}
+        placed = {name: value.of_policy(model) for name, value in inside.items()}
+        return self.model_copy(update=placed) if any(placed[name] is not inside[name] for name in placed) else self
 
     def after(self, above: "Sequence[RewardSettings]") -> Self:
         """This reward below these in a list: `when: otherwise` refers to them."""

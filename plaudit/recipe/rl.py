@@ -10,6 +10,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -19,7 +20,7 @@ from plaudit.recipe.audit import AuditSettings
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.model_owners import models_of, models_with_gpus
 from plaudit.recipe.reward_models import RewardModel
-from plaudit.recipe.rewards import Rewards, nested_rewards
+from plaudit.recipe.rewards import Rewards, RewardSettings, nested_rewards
 from plaudit.recipe.rollout import SERVED_ENGINES, RolloutSettings, ValidationSettings
 from plaudit.recipe.section import BelowOne, Files, OptionalFiles, Section, require_files
 from plaudit.recipe.training import (
@@ -307,6 +308,12 @@ class RLRecipe(Section):
     """Run folder, length, validation and checkpoints."""
     cluster: ClusterSettings = ClusterSettings()
     """GPUs and how they share the work."""
+
+    @field_validator("rewards")
+    @classmethod
+    def _name_the_policy(cls, rewards: tuple[RewardSettings, ...], info: ValidationInfo) -> tuple[RewardSettings, ...]:
+        model = info.data.get("model")  # missing if it is not valid
+        return rewards if model is None else tuple(reward.of_policy(model.path) for reward in rewards)
 
     def ineffective_settings(self) -> dict[str, str]:
         if self.algorithm.needs_reference:

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from plaudit.recipe.section import BelowOne, Credential, Section, ServerArguments, Urls, zero_or_more
+from plaudit.recipe.section import BelowOne, Credential, Section, ServerArguments, Urls, strings_or_null
 
 SERVED_ENGINES = ("vllm", "sglang")
 ENGINES = ("native", *SERVED_ENGINES)
@@ -107,8 +107,9 @@ class RolloutSettings(Section):
     """Sample from this many of the most likely tokens."""
     min_p: BelowOne = 0.0
     """Sample from tokens with at least this fraction of the most likely token's probability."""
-    stop: Annotated[tuple[str, ...], BeforeValidator(zero_or_more)] = ()
-    """Strings that end a response, besides the end token. They are kept in the response."""
+    stop: Annotated[tuple[str, ...] | None, BeforeValidator(strings_or_null)] = None
+    """Strings that end a response, besides the end token. They are kept in the response. Default: the lines of stop.txt in the
+    model's folder, if there is one; [] for none."""
     max_sequences: PositiveInt | None = None
     """Sequences sampled concurrently; default: 256 on a CPU, 1024 on a GPU. Fewer if memory runs short."""
 
@@ -129,8 +130,8 @@ class RolloutSettings(Section):
 
     @field_validator("stop")
     @classmethod
-    def _refuse_empty_strings(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in stop:
+    def _refuse_empty_strings(cls, stop: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if stop is not None and "" in stop:
             raise ValueError("an empty string would end every response immediately")
         return stop
 

@@ -62,6 +62,11 @@ def zero_or_more(value: Any) -> Any:
     return () if value is None else one_or_more(value)
 
 
+def strings_or_null(value: Any) -> Any:
+    """As one_or_more; null stays null."""
+    return None if value is None else one_or_more(value)
+
+
 def require_files(files: tuple[str, ...]) -> tuple[str, ...]:
     if not files:
         raise ValueError("is empty; name at least one file")

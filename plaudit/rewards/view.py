@@ -12,14 +12,10 @@ A response without an answer is the policy's fault: it is malformed, and the rew
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 
-from plaudit.errors import RecipeError
-from plaudit.json_files import UnreadableJson, read_object
 from plaudit.recipe import View
+from plaudit.response_files import CLOSE, OPEN, Longcot, read_longcot_config
 
-OPEN, CLOSE = "<think>", "</think>"
 PLACEHOLDER = "[NULL]"
 FENCE = "```"
 
@@ -49,8 +45,8 @@ def see(view: View, text: str) -> Seen:
 
 
 def _without_thoughts(view: View, text: str) -> Seen:
-    if view.longcot_config is not None:
-        return _longcot(read_longcot_config(view.longcot_config), text, strict=view.strict)
+    if (file := view.longcot_file) is not None:
+        return _longcot(read_longcot_config(file), text, strict=view.strict)
     if view.think == "keep":
         return Seen(text)
     before, closed, answer = text.rpartition(CLOSE)
@@ -69,12 +65,6 @@ def _without_thoughts(view: View, text: str) -> Seen:
     return Seen(answer.strip())
 
 
-@dataclass(frozen=True)
-class Longcot:
-    start: str | None
-    end: str | None
-
-
 def _longcot(delimiters: Longcot, text: str, *, strict: bool) -> Seen:
     if delimiters.start is None:
         return Seen(text)
@@ -88,32 +78,6 @@ def _longcot(delimiters: Longcot, text: str, *, strict: bool) -> Seen:
         missing = delimiters.end if found_start else delimiters.start
         return Seen(PLACEHOLDER, f"{missing} is missing")
     return Seen(answer)
-
-
-def read_longcot_config(file: str) -> Longcot:
-    """`longcot_delimiter` and `end_delimiter` of a longcot_config.json; `<response>` implies `</response>`."""
-    path = Path(file).expanduser()
-    try:
-        written = path.stat().st_mtime_ns
-    except OSError as error:
-        raise RecipeError(f"view.longcot_config: {path} cannot be read: {error}") from None
-    return _read_longcot_config(path, written)
-
-
-@lru_cache(maxsize=64)
-def _read_longcot_config(path: Path, written: int) -> Longcot:
-    """Once for each version of the file: an edited one is read again."""
-    try:
-        config = read_object(path)
-    except UnreadableJson as error:
-        raise RecipeError(f"view.longcot_config: {path} cannot be read: {error}") from None
-    if "longcot_delimiter" not in config:
-        raise RecipeError(f"view.longcot_config: {path} should be an object with longcot_delimiter (and end_delimiter)")
-    start, end = config["longcot_delimiter"], config.get("end_delimiter")
-    for name, value in (("longcot_delimiter", start), ("end_delimiter", end)):
-        if value is not None and (not isinstance(value, str) or not value):
-            raise RecipeError(f"view.longcot_config: {path}: {name} should be text or null, not {value!r:.80}")
-    return Longcot(start, end or ("</response>" if start == "<response>" else None))
 
 
 # Extracts ------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from plaudit.objectives.registry import ESTIMATORS
 from plaudit.recipe import RLRecipe
 from plaudit.report.activity import Activity
 from plaudit.report.samples import length_metrics
+from plaudit.response_files import stop_strings
 from plaudit.rewards.metrics import has_signal, metrics_by_source
 from plaudit.rewards.metrics import metrics as reward_metrics
 from plaudit.rewards.runner import Rewarded, RewardRunner
@@ -283,7 +284,7 @@ def _sampling(recipe: RLRecipe, settings: "RolloutSettings | ValidationSettings"
         top_p=settings.top_p,
         top_k=settings.top_k,
         min_p=settings.min_p,
-        stop=recipe.rollout.stop,
+        stop=stop_strings(recipe.model.path, recipe.rollout.stop),
         seed=recipe.seed,
         step=step,
     )

@@ -133,7 +133,7 @@ def test_every_key_of_the_launch_scripts_has_a_line(reference_commands, tmp_path
             {
                 "data.too_long": "cut_left", "rollout.temperature": 0.8, "rollout.top_p": 0.95, "train.prompts_per_step": 128,
                 "train.prompts_per_update": 64, "train.tokens_per_micro_batch": 5120, "rewards.0.kind": "scalar_model",
-                "rewards.0.view.longcot_config": "${MODEL_PATH}/longcot_config.json", "rewards.0.view.strict": True,
+                "rewards.0.view.longcot_config": "model", "rewards.0.view.strict": True,
                     "optim.lr": 3e-7,
                 "run.dir": "checkpoints/verl/grpo__llamainstruct__warm-start__think",
             },
@@ -156,7 +156,7 @@ def test_every_key_of_the_launch_scripts_has_a_line(reference_commands, tmp_path
                     "optim.schedule": "cosine",
                 "optim.warmup_ratio": 0.05, "optim.weight_decay": 1e-4, "optim.betas": [0.9, 0.95], "run.epochs": 2.0,
                     "run.save_every": None,
-                "train.pairs_per_step": 128,
+                "train.pairs_per_step": 128, "data.too_long": "cut_left",
             },
         ),
         (
@@ -455,7 +455,12 @@ def test_the_last_batch_of_transformers(converted):
 
 @pytest.mark.parametrize(
     ("flags", "kept", "minutes"),
-    [("", "all", None), ("--save_total_limit 1", 1, 30.0), ("--save_strategy no --save_total_limit 1", 2, 30.0)],
+    [
+        ("", "all", None),
+        ("--save_total_limit 1", 1, 30.0),
+        ("--save_strategy no --save_total_limit 1", 2, 30.0),
+        ("--save_steps 500000", 2, 30.0),
+    ],
 )
 def test_the_checkpoints_that_trl_keeps(converted, flags, kept, minutes):
     _, recipe = converted(f"trl sft --model_name_or_path m --dataset_name d {flags}")

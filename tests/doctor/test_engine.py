@@ -1,5 +1,6 @@
 """`plaudit doctor` on an engine that is a server."""
 
+import shutil
 import sys
 
 import pytest
@@ -54,6 +55,15 @@ def test_what_is_found(recipe_for, has_vllm, monkeypatch, size, settings, findin
     monkeypatch.setenv("IS_SET", "secret")
     found = [f"{mark} {text}" for mark, text in check_engine(recipe_for(*settings), Processes(size, memory=80e9, kind="cuda"))]
     assert any(one.startswith(finding) for one in found), found
+
+
+def test_a_models_stop_strings_are_shown(recipe_for, has_vllm, tiny_model, tmp_path):
+    shutil.copytree(tiny_model, tmp_path / "zero")
+    (tmp_path / "zero/stop.txt").write_text("</response>\n")
+    settings, processes = [PROGRAM, f"model.path={tmp_path / 'zero'}"], Processes(1, memory=80e9, kind="cuda")
+    shown = ("✓", f"responses also end with '</response>': {tmp_path / 'zero/stop.txt'}")
+    assert shown in [*check_engine(recipe_for(*settings, "rollout.stop=null"), processes)]
+    assert shown not in [*check_engine(recipe_for(*settings, "rollout.stop=[]"), processes)]
 
 
 def test_each_machine_has_gpus_for_the_servers_of_its_own_processes(recipe_for, has_vllm):

@@ -456,10 +456,10 @@ def test_policy_tokens_in_the_reward_models_input_are_reported(doctor, scalar, t
 
 
 @pytest.mark.slow
-def test_views_that_mishandle_thoughts_are_reported(doctor, scalar, tmp_path):
-    def found(view: dict, *, thinks: bool = True) -> list[str]:
+def test_views_that_mishandle_thoughts_are_reported(doctor, scalar, tmp_path, tiny_model):
+    def found(view: dict, *, thinks: bool = True, **sections: Any) -> list[str]:
         overrides = (f"model.chat_template={TEMPLATES / 'prefilled_think.jinja'}",) if thinks else ()
-        return mismatches(doctor, scalar_reward(scalar, view=view), overrides=overrides)
+        return mismatches(doctor, scalar_reward(scalar, view=view), overrides=overrides, **sections)
 
     [keep] = found({"think": "keep"})
     assert re.search(r"would read its thoughts, with </think> split into \d tokens. view: \{think: strip\} removes them", keep)
@@ -469,6 +469,9 @@ def test_views_that_mishandle_thoughts_are_reported(doctor, scalar, tmp_path):
     (tmp_path / "longcot.json").write_text(json.dumps({"longcot_delimiter": "<response>", "end_delimiter": None}))
     [empty] = found({"longcot_config": str(tmp_path / "longcot.json"), "strict": True})
     assert "its view leaves nothing to score of a response with <think> tags" in empty
+    zero = copy_model(tiny_model, tmp_path / "zero")
+    (zero / "longcot_config.json").write_text(json.dumps({"longcot_delimiter": "<response>"}))
+    assert found({"longcot_config": "model", "strict": True}, policy=zero) == []
     [never] = found({"think": "strict"}, thinks=False)
     assert "view.think is strict, but the policy does not seem to think" in never
 
