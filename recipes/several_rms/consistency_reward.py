@@ -2,7 +2,7 @@
 
 from response_json import read_marks, read_response
 
-CRITERIA = """Do the parts of this answer agree with each other? Mark each of these with 1 if it is true, else 0: "the solution follows
+CRITERIA = """Do the parts of this answer agree with each other? Mark each of these with 1 if true, else 0: "the solution follows
 from the thoughts", "the words say what the solution says". End with a JSON object of these two marks.
 """
 PARTS = {"Thought": "Thoughts", "ResponseSolution": "Solution", "Response": "Words"}
