@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -50,6 +51,14 @@ def classifier(tiny_model, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def thinking_model(tiny_model, tmp_path_factory) -> Path:
+    """The tiny model as SFT on thoughts would leave it."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path_factory.mktemp("models") / "thinking"))
+    (folder / "longcot_config.json").write_text('{"longcot_delimiter": "</think>", "end_delimiter": null}')
+    return folder
+
+
 def answer_to(prompt: str) -> str:
     """What a judge of any of the recipes might answer."""
     if letters := re.findall(r"^\[([A-Z])\]$", prompt, re.M):
@@ -69,7 +78,9 @@ def embeddings(monkeypatch) -> None:
     """In place of an embedding model: the numbers of some letters."""
     from plaudit.rewards.judges.similarity import LiveSimilarity
 
-    monkeypatch.setattr(LiveSimilarity, "_load", lambda _: lambda texts: [[1 + text.count(c) for c in "aeio 0123"] for text in texts])
+    monkeypatch.setattr(
+        LiveSimilarity, "_load", lambda _: lambda texts: [[1 + text.count(c) for c in "aeio 0123"] for text in texts]
+    )
 
 
 GROUND_TRUTHS: dict[str, str | dict[str, str]] = {
@@ -78,7 +89,7 @@ GROUND_TRUTHS: dict[str, str | dict[str, str]] = {
     "function": {"rule": '{"Solution": 1, "Knowledge": [2]}'},
 }
 DATA_SOURCES = {"cascade": "bigmath_tinyv", "grade": "grade"}
-EXTRA_INFO = {"criteria": "Ten points for the sum.", "src_text": "Two and two?", "src_lang": "en", "trg_lang": "de"}
+EXTRA_INFO = {"criteria": "Ten points for the sum.", "rm_prompt_0": "", "rm_prompt_1": ""}
 
 
 def prompts_for(recipe, folder: Path) -> Path:
@@ -93,7 +104,7 @@ def prompts_for(recipe, folder: Path) -> Path:
     return write_jsonl(folder / "prompts.jsonl", rows)
 
 
-def shrink(recipe, data: Path, classifier: Path, judge: str, longcot: Path) -> list[str]:
+def shrink(recipe, data: Path, classifier: Path, judge: str) -> list[str]:
     """Overrides that shrink a recipe: few and short sequences, and stand-ins for missing files and models."""
     overrides = [
         f"data.{part}={data}" for part in ("train", "val") for files in [getattr(recipe.data, part)] if not all(map(_exists, files))
@@ -110,8 +121,6 @@ def shrink(recipe, data: Path, classifier: Path, judge: str, longcot: Path) -> l
             overrides.append(f"{place}model.path={classifier}" if inner.kind == "scalar_model" else f"{place}model={judge}")
             if inner.view.extract != "none":
                 overrides.append(f"{place}view.extract=none")  # a random model writes no code block, and no box
-            if inner.view.longcot_config is not None:
-                overrides.append(f"{place}view.longcot_config={longcot}")
     overrides += ["rollout.n=2", "rollout.max_new_tokens=8", "train.prompts_per_step=2", "validation.max_prompts=2"]
     if recipe.train.prompts_per_update is not None:
         overrides.append("train.prompts_per_update=1")
@@ -138,18 +147,18 @@ def test_recipe_scores(path, monkeypatch):
 
 
 @pytest.fixture
-def small(tmp_path, tiny_model, rows_file, pairs_file, classifier, judge, embeddings, monkeypatch) -> Callable[[Path], list[str]]:
+def small(
+    tmp_path, tiny_model, thinking_model, rows_file, pairs_file, classifier, judge, embeddings, monkeypatch
+) -> Callable[[Path], list[str]]:
     """Overrides with which a recipe trains two steps on a tiny model, from the repository's root, where its paths begin."""
     monkeypatch.chdir(REPOSITORY)
 
     def overrides(path: Path) -> list[str]:
         recipe = load(path).recipe
         data = {"sft": rows_file}.get(recipe.stage, pairs_file) if recipe.stage != "rl" else prompts_for(recipe, tmp_path)
-        longcot = tmp_path / "longcot_config.json"
-        longcot.write_text('{"longcot_delimiter": "</think>", "end_delimiter": null}')
         given = [
-            *shrink(recipe, data, classifier, judge, longcot),
-            f"model.path={tiny_model}",
+            *shrink(recipe, data, classifier, judge),
+            f"model.path={thinking_model if recipe.stage == 'rl' else tiny_model}",
             f"run.dir={tmp_path / 'run'}",
             "run.max_steps=2",
             "run.trackers=[]",
