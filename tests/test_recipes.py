@@ -1,6 +1,9 @@
 """Every recipe in the repository is valid, and trains (for two steps, on a tiny model) or scores."""
 
 import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,8 @@ from plaudit.explain import to_yaml
 from plaudit.scoring import Scorer
 from support.paths import REPOSITORY
 from support.recipes import train_dpo, train_reward_model, train_rl, train_sft
-from support.rows import write_jsonl
+from support.rows import prompt_rows, write_jsonl
+from support.servers import stand_in_judge
 
 RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
 TRAIN = {"sft": train_sft, "dpo": train_dpo, "reward-model": train_reward_model, "rl": train_rl}
@@ -47,34 +51,82 @@ def classifier(tiny_model, tmp_path_factory) -> Path:
     return folder
 
 
-def shrink(recipe, rows_file: Path, pairs_file: Path, prompts_file: Path, classifier: Path) -> list[str]:
-    """Overrides that shrink a recipe: few and short sequences, and test data in place of missing files."""
-    data = {"sft": rows_file, "rl": prompts_file}.get(recipe.stage, pairs_file)
+@pytest.fixture(scope="module")
+def thinking_model(tiny_model, tmp_path_factory) -> Path:
+    """The tiny model as SFT on thoughts would leave it."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path_factory.mktemp("models") / "thinking"))
+    (folder / "longcot_config.json").write_text('{"longcot_delimiter": "</think>", "end_delimiter": null}')
+    return folder
+
+
+def answer_to(prompt: str) -> str:
+    """What a judge of any of the recipes might answer."""
+    if letters := re.findall(r"^\[([A-Z])\]$", prompt, re.M):
+        return f"Ranking:\n{' = '.join(letters)}\nScores:\n{', '.join(f'{letter}: 7' for letter in letters)}"
+    forms = {"Total Score": "Total Score: 7/10", "JSON object": '{"polite": 1, "clear": 0}', "Write one line: True": "True"}
+    return next(answer for form, answer in forms.items() if form in prompt)
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[str]:
+    with stand_in_judge(answer_to=answer_to) as url:
+        yield f"{{placement: server, url: '{url}'}}"
+
+
+@pytest.fixture
+def embeddings(monkeypatch) -> None:
+    """In place of an embedding model: the numbers of some letters."""
+    from plaudit.rewards.judges.similarity import LiveSimilarity
+
+    monkeypatch.setattr(
+        LiveSimilarity, "_load", lambda _: lambda texts: [[1 + text.count(c) for c in "aeio 0123"] for text in texts]
+    )
+
+
+GROUND_TRUTHS: dict[str, str | dict[str, str]] = {
+    "ranking": {"ranking_score": '{"A": 3, "B": 1}', "ranking": "A > B"},
+    "grade": "0.7",
+    "function": {"rule": '{"Solution": 1, "Knowledge": [2]}'},
+}
+DATA_SOURCES = {"cascade": "bigmath_tinyv", "grade": "grade"}
+EXTRA_INFO = {"criteria": "Ten points for the sum.", "rm_prompt_0": "", "rm_prompt_1": ""}
+
+
+def prompts_for(recipe, folder: Path) -> Path:
+    """Prompts with what the recipe's rewards need: a ground truth that they can parse, a data source, further columns."""
+    first, rows = recipe.rewards[0], prompt_rows()
+    truth = GROUND_TRUTHS.get(first.kind)
+    truth = truth.get(getattr(first, "format", first.label)) if isinstance(truth, dict) else truth
+    for row in rows:
+        row |= {"data_source": DATA_SOURCES.get(first.kind, "sums"), "extra_info": row["extra_info"] | EXTRA_INFO}
+        if truth is not None:
+            row |= {"reward_model": {"ground_truth": truth}}
+    return write_jsonl(folder / "prompts.jsonl", rows)
+
+
+def shrink(recipe, data: Path, classifier: Path, judge: str) -> list[str]:
+    """Overrides that shrink a recipe: few and short sequences, and stand-ins for missing files and models."""
     overrides = [
         f"data.{part}={data}" for part in ("train", "val") for files in [getattr(recipe.data, part)] if not all(map(_exists, files))
     ]
     if recipe.stage != "rl":
         return [*overrides, f"train.{'rows' if recipe.stage == 'sft' else 'pairs'}_per_step=4"]
-    overrides += [  # a reward model that another recipe trains
-        f"rewards.{i}.model.path={classifier}"
-        for i, reward in enumerate(recipe.rewards)
-        for name in reward.models
-        if not _exists(name)
-    ]
+    for i, reward in enumerate(recipe.rewards):
+        for name, inner in (("", reward), ("judge.", getattr(reward, "judge", None)), ("rule.", getattr(reward, "rule", None))):
+            place, model = f"rewards.{i}.{name}", getattr(inner, "model", None)
+            if inner is not None and inner.kind == "math":
+                overrides.append(f"{place}workers=1")
+            if inner is None or model is None:
+                continue
+            overrides.append(f"{place}model.path={classifier}" if inner.kind == "scalar_model" else f"{place}model={judge}")
+            if inner.view.extract != "none":
+                overrides.append(f"{place}view.extract=none")  # a random model writes no code block, and no box
     overrides += ["rollout.n=2", "rollout.max_new_tokens=8", "train.prompts_per_step=2", "validation.max_prompts=2"]
     if recipe.train.prompts_per_update is not None:
         overrides.append("train.prompts_per_update=1")
     if recipe.validation.max_new_tokens is not None:
         overrides.append("validation.max_new_tokens=8")
     return [*overrides, f"data.max_prompt_tokens={min(recipe.data.max_prompt_tokens, 1024)}"]
-
-
-def add_ground_truths(recipe, prompts_file: Path, folder: Path) -> Path:
-    """The prompts with a ground truth that the recipe's rule can read."""
-    if recipe.stage != "rl" or all(reward.kind != "ranking" for reward in recipe.rewards):
-        return prompts_file
-    rows = [json.loads(line) | {"reward_model": {"ground_truth": "A > B"}} for line in prompts_file.read_text().splitlines()]
-    return write_jsonl(folder / "ranked.jsonl", rows)
 
 
 def _exists(name: str) -> bool:
@@ -94,29 +146,47 @@ def test_recipe_scores(path, monkeypatch):
     assert all(reward is not None for reward in scored["reward"])
 
 
+@pytest.fixture
+def small(
+    tmp_path, tiny_model, thinking_model, rows_file, pairs_file, classifier, judge, embeddings, monkeypatch
+) -> Callable[[Path], list[str]]:
+    """Overrides with which a recipe trains two steps on a tiny model, from the repository's root, where its paths begin."""
+    monkeypatch.chdir(REPOSITORY)
+
+    def overrides(path: Path) -> list[str]:
+        recipe = load(path).recipe
+        data = {"sft": rows_file}.get(recipe.stage, pairs_file) if recipe.stage != "rl" else prompts_for(recipe, tmp_path)
+        given = [
+            *shrink(recipe, data, classifier, judge),
+            f"model.path={thinking_model if recipe.stage == 'rl' else tiny_model}",
+            f"run.dir={tmp_path / 'run'}",
+            "run.max_steps=2",
+            "run.trackers=[]",
+            "run.device=cpu",
+        ]
+        if getattr(recipe, "critic", None) is not None:
+            given.append("critic.pretrain_steps=1")  # so that the second step updates the policy too
+        return [*given, f"model.tokenizer={tiny_model}"] if recipe.model.tokenizer else given
+
+    return overrides
+
+
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: str(path.relative_to(REPOSITORY)))
 @pytest.mark.grid(6)
-def test_recipe_trains_two_steps(path, tmp_path, tiny_model, rows_file, pairs_file, prompts_file, classifier, monkeypatch):
-    """Runs from the repository root, which paths in recipes are relative to."""
-    monkeypatch.chdir(REPOSITORY)
-    recipe = load(path).recipe
-    overrides = [
-        *shrink(recipe, rows_file, pairs_file, add_ground_truths(recipe, prompts_file, tmp_path), classifier),
-        f"model.path={tiny_model}",
-        f"run.dir={tmp_path / 'run'}",
-        "run.max_steps=2",
-        "run.trackers=[]",
-        "run.device=cpu",
-    ]
-    if getattr(recipe, "critic", None) is not None:
-        overrides.append("critic.pretrain_steps=1")  # so that the second step updates the policy too
-    if recipe.model.tokenizer:
-        overrides.append(f"model.tokenizer={tiny_model}")
-    model = TRAIN[recipe.stage](path, *overrides)
+def test_recipe_trains_two_steps(path, tmp_path, small):
+    model = TRAIN[load(path).recipe.stage](path, *small(path))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 2
     assert rows[-1]["lr"] > 0
     assert (model / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: str(path.relative_to(REPOSITORY)))
+@pytest.mark.grid(2)
+def test_doctor_has_no_complaint_about_a_recipe(path, small, plaudit):
+    """With stand-ins for the files and models that are not here."""
+    code, out, err = plaudit("doctor", path, *small(path))
+    assert (code, "✗" in out) == (0, False), out + err
 
 
 def test_the_first_recipe_improves_the_model(tmp_path, monkeypatch):

@@ -58,14 +58,6 @@ GROUPS = {
 """Patterns of their names, and how many there are."""
 
 
-@pytest.fixture(scope="session")
-def reference_commands(real_data) -> Path:
-    folder = real_data.parent / "reference" / "commands"
-    if not folder.is_dir():
-        pytest.skip(f"needs the launch scripts' settings in {folder}")
-    return folder
-
-
 @pytest.mark.parametrize(("group", "count"), GROUPS.items())
 def test_every_key_of_the_launch_scripts_has_a_line(reference_commands, tmp_path, group, count):
     files = list(reference_commands.glob(f"{group}*.txt"))

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,15 @@ def length_judge(program: Path, **model: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def stand_in_judge(key: str | None = None) -> Iterator[str]:
-    """The server in docs/reward_models/stand_in_judge.py; yields its address."""
+def stand_in_judge(key: str | None = None, answer_to: Callable[[str], str] | None = None) -> Iterator[str]:
+    """The server in docs/reward_models/stand_in_judge.py, or one with other answers to prompts; yields its address."""
     spec = importlib.util.spec_from_file_location("stand_in_judge", REPOSITORY / "docs/reward_models/stand_in_judge.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if answer_to is not None:
+        module.answer_to = answer_to
     server = module.server(0, key)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
