@@ -45,7 +45,7 @@ def serve(given: Assignment, lifeline: Lifeline, status: StatusPipe) -> None:
     """The program of a worker."""
     assert isinstance(given.ranks, WorkerInfo)
     assert given.reward_workers is not None
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks still need it for the step at hand
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks still need it for the current step
     status.beat("starting", waiting=False)
     job: WorkerJob = pickle.loads(given.job)
     beat = status.beat
