@@ -18,6 +18,7 @@ from plaudit.doctor.engine_command import engine_command
 from plaudit.errors import PlauditError, nearest_path
 from plaudit.host import raise_open_file_limit, require_supported_system
 from plaudit.inputs import load_checked, require_causal_model, require_model, require_servers
+from plaudit.loops.cli import sample
 from plaudit.lora_folder import is_lora_folder
 from plaudit.options import (
     ChatTemplateName,
@@ -29,11 +30,12 @@ from plaudit.options import (
     ModelName,
     ModelTokenizer,
     Overrides,
+    Quiet,
     RecipeFile,
     RewardRecipe,
     Rollouts,
     SamplingSeed,
-    StopStrings,
+    SpecialTokens,
     Temperature,
     Tokenizer,
     TopP,
@@ -44,7 +46,6 @@ from plaudit.output_folder import DEMO_FILES, require_empty
 from plaudit.prepare.cli import prepare
 from plaudit.recipe import ModelSettings, SampleSettings, ScoreRecipe
 from plaudit.redaction import redact
-from plaudit.response_files import stop_strings
 from plaudit.serving.cli import serve
 from plaudit.wrapping import terminal_width, wrapped, wrapped_comments
 
@@ -62,22 +63,6 @@ app.add_typer(cluster, name="cluster", cls=VerbGroup)
 
 # `--optim.lr 1e-5` must reach our parser, which explains how to write an override.
 ANYTHING_MAY_FOLLOW = {"ignore_unknown_options": True}
-
-
-def _set_quiet(quiet: bool) -> bool:
-    from plaudit.report.progress import set_quiet
-
-    set_quiet(quiet)
-    return quiet
-
-
-# It takes effect as it is read; the verbs have nothing to do with it.
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="No progress, notes or warnings: only errors and the result.", callback=_set_quiet)
-]
-SpecialTokens = Annotated[
-    Literal["text", "control"], typer.Option(help="What control tokens (<|im_end|>) inside messages are read as.")
-]
 
 
 def _print_results(files: dict[str, Path]) -> None:
@@ -141,58 +126,6 @@ def rl(recipe: RecipeFile, overrides: Overrides = None, quiet: Quiet = False) ->
 
     model = train(loaded, sources)
     _print_results({"trained model": model, "curves": model.parent / "curves.png", "samples": model.parent / "samples"})
-
-
-@app.command(epilog=examples("sample"))
-def sample(
-    model: ModelName,
-    prompts: Annotated[
-        list[str], typer.Argument(help="Prompts: files (.parquet, .jsonl, .json), or data sets on the hub.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Option(help="The JSONL file to write or resume, one line per prompt.", show_default=False)],
-    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Responses per prompt.")] = 1,
-    max_new_tokens: MaxNewTokens = 1024,
-    temperature: Temperature = 1.0,
-    top_p: TopP = 1.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens.")] = None,
-    min_p: Annotated[
-        float, typer.Option(min=0.0, max=0.999, help="Drop tokens below this fraction of the best one's probability.")
-    ] = 0.0,
-    stop: StopStrings = None,
-    seed: SamplingSeed = 0,
-    max_prompt_tokens: MaxPromptTokens = 4096,
-    too_long: Annotated[Literal["filter", "error", "cut_left"], typer.Option(help="What to do with longer prompts.")] = "filter",
-    special_tokens: SpecialTokens = "text",
-    max_prompts: Annotated[int | None, typer.Option(min=1, help="Use the first n prompts only.")] = None,
-    max_sequences: Annotated[
-        int | None, typer.Option(min=1, help="Sequences sampled concurrently. Default: 256 on a CPU, 1024 on a GPU.")
-    ] = None,
-    tokenizer: ModelTokenizer = None,
-    chat_template: ChatTemplateName = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    quiet: Quiet = False,
-) -> None:
-    """Sample responses to prompts from any model. Run the same command again to resume."""
-    from plaudit.data.conversations import resolve_sources
-
-    if out.suffix != ".jsonl":
-        raise typer.BadParameter(f"{out} should end with .jsonl: it has a line of JSON per prompt.", param_hint="--out")
-    settings = ModelSettings(path=model, tokenizer=tokenizer, chat_template=chat_template, dtype=dtype)
-    sources = resolve_sources(prompts, None, "PROMPTS")
-    require_model(settings, "")
-    require_causal_model(settings.path, "MODEL", "`plaudit sample` needs a model that generates text")
-
-    from plaudit.loops.sample import SampleJob
-    from plaudit.loops.sample import sample as run_sample
-    from plaudit.rollout.engine import Sampling
-
-    ends = stop_strings(settings.path, tuple(stop) if stop else None)
-    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, ends, seed)
-    job = SampleJob(
-        settings, sources, out, n, sampling, max_prompt_tokens, too_long, max_prompts, max_sequences, device, special_tokens
-    )
-    print(f"{out}: {run_sample(job):,} prompts with {n} responses each")
 
 
 @app.command(epilog=examples("ask"))
@@ -327,7 +260,7 @@ def merge(
     print(f"{out}: {lora.base} with {adapter} merged in, {merge_adapter(lora, out, dtype, trust_remote_code):,} parameters")
 
 
-for verb, context in ((audit, ANYTHING_MAY_FOLLOW), (serve, ANYTHING_MAY_FOLLOW), (convert, {})):
+for verb, context in ((sample, {}), (audit, ANYTHING_MAY_FOLLOW), (serve, ANYTHING_MAY_FOLLOW), (convert, {})):
     app.command(context_settings=context, epilog=examples(verb.__name__))(verb)
 
 

@@ -13,7 +13,10 @@ EXAMPLES = {
     "dpo": ("plaudit dpo recipes/preferences/dpo.yaml", "plaudit dpo recipes/preferences/dpo.yaml loss.beta=0.05"),
     "reward-model": ("plaudit reward-model recipes/preferences/reward_model.yaml",),
     "rl": ("plaudit rl recipes/smollm2/grpo.yaml", "plaudit rl recipes/smollm2/grpo.yaml rollout.n=8 model.lora.rank=16"),
-    "sample": ("plaudit sample runs/smollm2/model data/arithmetic/val.parquet --out answers.jsonl -n 4",),
+    "sample": (
+        "plaudit sample runs/smollm2/model data/arithmetic/val.parquet --out answers.jsonl -n 4",
+        "plaudit sample models/policy prompts.parquet --out answers.jsonl -n 8 --url http://127.0.0.1:8000",
+    ),
     "ask": (
         'plaudit ask runs/smollm2/model "What is 17 + 4?"',
         'plaudit ask runs/smollm2/model "What is 17 + 4?" -n 4 --rewards recipes/smollm2/grpo.yaml --ground-truth 21',

@@ -61,6 +61,22 @@ StopStrings = Annotated[
 SamplingSeed = Annotated[int, typer.Option(min=0, help="Sampling seed.")]
 
 
+def _set_quiet(quiet: bool) -> bool:
+    from plaudit.report.progress import set_quiet
+
+    set_quiet(quiet)
+    return quiet
+
+
+# It takes effect as it is read; the verbs have nothing to do with it.
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="No progress, notes or warnings: only errors and the result.", callback=_set_quiet)
+]
+SpecialTokens = Annotated[
+    Literal["text", "control"], typer.Option(help="What control tokens (<|im_end|>) inside messages are read as.")
+]
+
+
 def parse_object_option(text: str | None, option: str) -> dict[str, Any]:
     """An option whose value is a JSON object."""
     try:

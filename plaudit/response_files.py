@@ -28,6 +28,20 @@ class Longcot:
 
     start: str | None
     end: str | None
+    marker: str | None = None
+    """start_think_marker: what `plaudit sample` begins a response with."""
+
+    def split(self, text: str) -> tuple[str, str] | None:
+        """Thought and answer, without the tags around them; None if a delimiter is missing."""
+        if self.start is None:
+            return "", text.strip()
+        thought, found_start, answer = text.partition(self.start)
+        found_end: str | bool = True
+        if self.end is not None:
+            answer, found_end, _ = answer.partition(self.end)
+        if not (found_start and found_end):
+            return None
+        return thought.strip().removeprefix(OPEN).removesuffix(CLOSE).strip(), answer.strip()
 
 
 def response_file(model: str, name: str) -> Path:
@@ -65,7 +79,7 @@ def have_thoughts(texts: Iterable[str]) -> bool:
 
 
 def read_longcot_config(file: Path) -> Longcot:
-    """`longcot_delimiter` and `end_delimiter` of a longcot_config.json; `<response>` implies `</response>`."""
+    """Delimiters and marker of a longcot_config.json; `<response>` implies `</response>`."""
     try:
         written = file.stat().st_mtime_ns
     except OSError as error:
@@ -82,11 +96,12 @@ def _read_longcot_config(file: Path, written: int) -> Longcot:
         raise RecipeError(f"longcot_config: {file} cannot be read: {error}. Correct or delete it") from None
     if "longcot_delimiter" not in config:
         raise RecipeError(f"longcot_config: {file} has no longcot_delimiter: add the text that ends thoughts, or null for none")
-    start, end = config["longcot_delimiter"], config.get("end_delimiter")
-    for name, value in (("longcot_delimiter", start), ("end_delimiter", end)):
+    names = ("longcot_delimiter", "end_delimiter", "start_think_marker")
+    start, end, marker = (config.get(name) for name in names)
+    for name, value in zip(names, (start, end, marker), strict=True):
         if value is not None and (not isinstance(value, str) or not value):
             raise RecipeError(f"longcot_config: {file}: {name} should be text or null, not {value!r:.80}")
-    return Longcot(start, end or ("</response>" if start == "<response>" else None))
+    return Longcot(start, end or ("</response>" if start == "<response>" else None), marker)
 
 
 # stop.txt ------------------------------------------------------------------------------------------------------------

@@ -114,6 +114,12 @@ class ChatTemplate:
         marked, tools, mark = self.control_tokens.quote(messages, tools)
         return self._encode([(self.render(marked, tools, generation_prompt=True), mark)])[0][0]
 
+    def prefill_tokens(self, text: str) -> list[int]:
+        """What a response begins with, as tokens that follow the prompt's; none if the generation prompt ends with it already."""
+        if not text.strip() or self._before_answer.rstrip().endswith(text.strip()):
+            return []
+        return self.tokenizer(self._before_content + text, add_special_tokens=False)["input_ids"]  # pyright: ignore
+
     def conversation_tokens(self, messages: Sequence[Message]) -> list[int]:
         """A complete conversation in one piece, as scalar models are trained on it."""
         marked, _, mark = self.control_tokens.quote(messages)

@@ -35,6 +35,8 @@ class GenerationRequest:
     """Rendered with the judge's own chat template."""
     text: str | None = None
     """Instead of messages: the complete prompt, special tokens included (plugins produce these)."""
+    tokens: list[int] | None = None
+    """Instead of messages, for a model on a server: the complete prompt as tokens."""
     marked: "Marked | None" = field(default=None, repr=False)
     """`text` with the control tokens of the strings that it quotes marked: these are text. None if it quotes none."""
     key: str = ""
@@ -80,6 +82,8 @@ class SamplingParams:
     seed: int = 0
     stop: tuple[str, ...] = ()
     """Strings that end an answer, and are not part of it (as with servers)."""
+    keep_stop: bool = False
+    """For a server: the string that ends an answer is part of it."""
     timeout_s: float = 120.0
     """Time limit for one answer, all attempts of its call included."""
 

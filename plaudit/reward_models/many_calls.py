@@ -48,10 +48,12 @@ def call_each(
     limits: ModelLimits,
     items: Sequence[Item],
     call: Callable[[Backend, Item], Awaitable[Failure | None]],
+    *,
+    at_once: int | None = None,
 ) -> CallReport:
-    """Call `call` for each item, as many at the same time as the limits allow. It keeps what it gets; a Failure says that the item
-    is not done. Raises a RecipeError with the remedy if the model cannot be opened."""
-    return asyncio.run(_call_each(model, limits, items, call))
+    """Call `call` for each item, for `at_once` of them at the same time; default: as many as the limits allow calls. It keeps what
+    it gets; a Failure says that the item is not done. Raises a RecipeError with the remedy if the model cannot be opened."""
+    return asyncio.run(_call_each(model, limits, items, call, at_once or limits.max_concurrent_calls))
 
 
 async def _call_each(
@@ -59,6 +61,7 @@ async def _call_each(
     limits: ModelLimits,
     items: Sequence[Item],
     call: Callable[[Backend, Item], Awaitable[Failure | None]],
+    at_once: int,
 ) -> CallReport:
     report, in_a_row, left = CallReport(), 0, iter(items)
     backend = build_backend(model, limits, scalar=False)
@@ -80,7 +83,7 @@ async def _call_each(
     try:
         await backend.open()
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(min(len(items), limits.max_concurrent_calls)):
+            for _ in range(min(len(items), at_once)):
                 tasks.create_task(work())
     finally:
         await backend.close()

@@ -218,7 +218,7 @@ class ServerClient(Backend):
     # Answers ----------------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Answer]:
-        prompts: Sequence[list[int] | Failure | None] = [None] * len(requests)
+        prompts: Sequence[list[int] | Failure | None] = [request.tokens for request in requests]
         if self._template is not None:
             prompts = await asyncio.to_thread(self._prompts, requests)
         pairs = list(zip(requests, prompts, strict=True))
@@ -268,6 +268,8 @@ class ServerClient(Backend):
         }
         if params.stop:
             body["stop"] = list(params.stop)
+            if params.keep_stop:
+                body |= {"no_stop_trim": True} if self.model.dialect == "sglang" else {"include_stop_str_in_output": True}
         if self.model.dialect != "openai":
             body |= NO_TRUNCATION
         if tokens is not None:

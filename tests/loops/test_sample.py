@@ -177,12 +177,12 @@ from plaudit.loops import sample
 row, written = sample.group_row, []
 marker = Path(sys.argv.pop(1))
 
-def row_or_halt(group):
+def row_or_halt(group, *how):
     if len(written) == 4:
         marker.touch()
         time.sleep(50)
     written.append(group)
-    return row(group)
+    return row(group, *how)
 
 sample.group_row = row_or_halt
 main()
@@ -322,11 +322,11 @@ def test_a_number_out_of_range_is_reported(sample):
 def test_ctrl_c_keeps_finished_prompts(tmp_path, sample, uninterrupted, monkeypatch):
     row, written = loop.group_row, []
 
-    def interrupted(group):
+    def interrupted(group, *how):
         if len(written) == 3:
             os.kill(os.getpid(), signal.SIGINT)
         written.append(group)
-        return row(group)
+        return row(group, *how)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "group_row", interrupted)
