@@ -308,6 +308,22 @@ def test_judges_agree_behind_a_url_and_in_this_process(models, judge_url):
     assert read_there < read, "a server that renders messages itself reads control tokens in a response as its own"
 
 
+def test_samples_agree_behind_a_url_and_in_this_process(models, judge_url, tmp_path, plaudit):
+    """The most likely tokens after a prefill, up to a stop string, which is part of a response in both."""
+    questions = [{"prompt": f"Grade.\n{row['prompt']}\n{row['responses'][0]}"} for row in ROWS]
+    file = write_jsonl(tmp_path / "questions.jsonl", questions)
+    options = ("--temperature", 0, "--prefill", "It", "--stop", "worth", "--max-new-tokens", 32)
+    responses = []
+    for name, where in {"here": ("--device", "cpu"), "there": ("--url", judge_url)}.items():
+        code, _, err = plaudit("sample", models.judge, file, "--out", tmp_path / f"{name}.jsonl", *options, *where)
+        assert code == 0, err
+        rows = {row["id"]: row for row in map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines())}
+        responses.append([(row["responses"], row["status"], row["tokens"]) for _, row in sorted(rows.items())])
+    here, there = responses
+    assert here == there
+    assert [texts for texts, _, _ in here] == [["It is worth"]] * len(ROWS)
+
+
 def test_scalar_models_agree_behind_a_url_and_in_this_process(models, scalar_url):
     def reward(**model) -> list[dict]:
         return [{"kind": "scalar_model", "model": model}]
