@@ -109,7 +109,10 @@ HELP = [
     (("prepare", "thoughts"), ["strong model", "--url", "--credential", "--without-thoughts", "--tries", "--english"]),
     (("prepare", "thoughts-sft"), ["conversations for plaudit sft", "--out", "--without-thoughts"]),
     (("prepare", "zero-model"), ["base model", "stop.txt", "--out", "--without-thoughts", "--eos", "--tokenizer"]),
-    (("prepare", "ranking-sft"), ["rank", "--out", "--format", "--shuffle-augment", "--max-characters", "--seed"]),
+    (
+        ("prepare", "ranking-sft"),
+        ["rank", "--out", "--format", "--shuffle-augment", "--max-characters", "--scores-heading", "--skip-bad-rows", "--seed"],
+    ),
     (("prepare", "ranking-rl"), ["rank", "--out", "--format", "--shuffle-augment", "--max-characters", "--seed"]),
     (("prepare", "pointwise-sft"), ["pointwise judge", "--out", "--rule", "pointwise_score|grade", "--template", "--seed"]),
     (
