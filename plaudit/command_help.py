@@ -64,6 +64,11 @@ EXAMPLES = {
     "prepare ranking-rl": ("plaudit prepare ranking-rl groups.jsonl --out data/ranking_rl.parquet",),
     "prepare pointwise-sft": ("plaudit prepare pointwise-sft groups.jsonl --out data/pointwise_sft.parquet",),
     "prepare pointwise-rl": ("plaudit prepare pointwise-rl groups.jsonl --out data/pointwise_rl.parquet --rule grade",),
+    "prepare translation-sft": ("plaudit prepare translation-sft demonstrations.parquet --out data/translation_sft.parquet",),
+    "prepare translation-rl": (
+        "plaudit prepare translation-rl texts.parquet --out data/translation_rl.parquet --cross-lingual",
+        "plaudit prepare translation-rl test.parquet --out data/translation_test.parquet --test-set",
+    ),
     "doctor": (
         "plaudit doctor recipes/smollm2/grpo.yaml",
         "plaudit doctor recipes/smollm2/grpo.yaml rollout.n=4 --rows 0",

@@ -119,6 +119,8 @@ HELP = [
         ("prepare", "pointwise-rl"),
         ["one prompt per candidate", "--out", "--rule", "pointwise_score|grade", "--template", "--data-source"],
     ),
+    (("prepare", "translation-sft"), ["code block", "--out", "--response-column", "--template", "--skip-bad-rows", "--seed"]),
+    (("prepare", "translation-rl"), ["translation", "--out", "--cross-lingual", "--target", "--test-set", "--seed"]),
     (
         ("prepare", "arithmetic"),
         ["additions and subtractions", "--out", "--train", "--val", "--digits", "--operators", "--seed"],

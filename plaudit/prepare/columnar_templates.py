@@ -42,6 +42,10 @@ class Shown:
     response: pa.Array | None = None
     candidates: Sequence[pa.Array] = ()
     """The first candidate of each row, the second, …"""
+    task: pa.Array | None = None
+    """Where it differs from the table's."""
+    fields: Mapping[str, pa.Array] = field(default_factory=dict)
+    """Fields of `extra_info` that differ from the table's."""
 
 
 @dataclass
@@ -110,8 +114,10 @@ class ColumnarTemplate:
                 pieces.append(shown.response)
             elif kind == "candidate":
                 pieces.append(shown.candidates[int(name)])
+            elif kind == "task":
+                pieces.append(self.task.take(rows) if shown.task is None else shown.task)
             else:
-                pieces.append((self.task if kind == "task" else self._column(name)).take(rows))
+                pieces.append(shown.fields[name] if name in shown.fields else self._column(name).take(rows))
         return join_text(pa.repeat(pa.scalar("", TEXT), len(rows)), *pieces)  # the first gives their number, if all are constant
 
     def _column(self, name: str) -> pa.Array:
@@ -127,13 +133,14 @@ class ColumnarTemplate:
         for place, i in enumerate(shown.rows.tolist()):
             row = {name: value for name, value in self.table.row(i).items() if value is not None}
             extra = {**row, **{name: column[i].as_py() for name, column in self.added.items()}}
+            extra |= {name: column[place].as_py() for name, column in shown.fields.items()}
             variables: dict[str, Any] = dict(self.constants)
             if shown.response is not None:
                 variables["response"] = shown.response[place].as_py()
             if shown.candidates:
                 texts = [column[place].as_py() for column in shown.candidates]
                 variables[CANDIDATES] = [{"letter": letter, "text": text} for letter, text in zip(LETTERS, texts, strict=False)]
-            task = [{"role": "user", "content": self.task[i].as_py()}]
+            task = [{"role": "user", "content": (self.task[i] if shown.task is None else shown.task[place]).as_py()}]
             prompts.append(self._render(Prompt(self.table.where(i), task, extra_info=extra), variables))
         return pa.array(prompts, TEXT)
 

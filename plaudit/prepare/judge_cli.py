@@ -1,6 +1,5 @@
 """`plaudit prepare ranking-sft`, `ranking-rl`, `pointwise-sft`, `pointwise-rl`: rows that train judges, from scored groups."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -181,7 +180,7 @@ def prepare_pointwise_rl(
     print(f"{out}: {summary}")
 
 
-JUDGE_VERBS: dict[str, Callable[..., None]] = {
+JUDGE_VERBS = {
     "ranking-sft": prepare_ranking_sft,
     "ranking-rl": prepare_ranking_rl,
     "pointwise-sft": prepare_pointwise_sft,
