@@ -69,6 +69,11 @@ EXAMPLES = {
         "plaudit prepare translation-rl texts.parquet --out data/translation_rl.parquet --cross-lingual",
         "plaudit prepare translation-rl test.parquet --out data/translation_test.parquet --test-set",
     ),
+    "prepare math-rl": (
+        "plaudit prepare math-rl gsm8k_train.jsonl --out data/gsm8k.parquet --answer-in hashes --data-source openai/gsm8k",
+        "plaudit prepare math-rl bigmath.parquet --out data/train.parquet --data-source bigmath_rl_tinyv --sample 5000",
+    ),
+    "prepare rubric-rl": ("plaudit prepare rubric-rl graded.jsonl --out data/train_rrm.parquet --highest 10",),
     "doctor": (
         "plaudit doctor recipes/smollm2/grpo.yaml",
         "plaudit doctor recipes/smollm2/grpo.yaml rollout.n=4 --rows 0",

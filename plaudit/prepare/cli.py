@@ -9,6 +9,7 @@ from plaudit.command_help import examples
 from plaudit.options import ChatTemplateName
 from plaudit.output_folder import require_empty
 from plaudit.prepare.judge_cli import JUDGE_VERBS
+from plaudit.prepare.maths_cli import MATHS_VERBS
 from plaudit.prepare.thinking_cli import THINKING_VERBS
 from plaudit.prepare.translation_cli import TRANSLATION_VERBS
 
@@ -141,5 +142,5 @@ def prepare_pairs(
 
 # Verbs with modules of their own -------------------------------------------------------------------------------------
 
-for _name, _verb in {**JUDGE_VERBS, **TRANSLATION_VERBS, **THINKING_VERBS}.items():
+for _name, _verb in {**JUDGE_VERBS, **TRANSLATION_VERBS, **MATHS_VERBS, **THINKING_VERBS}.items():
     prepare.command(_name, epilog=examples(f"prepare {_name}"))(_verb)

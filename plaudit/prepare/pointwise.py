@@ -14,7 +14,7 @@ of it.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -139,15 +139,23 @@ class _Question:
     def __init__(self, groups: ScoredGroups, template: Path | None, rule: Rule):
         self.candidates = groups.candidates.items
         self.owner = np.repeat(np.arange(len(groups.table)), groups.candidates.sizes)
-        model = RewardModel(path="the one that is trained")  # required by the settings; never called
-        path = None if template is None else str(template)
-        if rule == "pointwise_score":
-            self.judge = Judge(kind="judge", model=model, parser="last_number_line", template=path, lowest=LOWEST, highest=HIGHEST)
-        else:
-            self.judge = Judge(kind="judge", model=model, parser="total_score", template=path)
-        constants = {name: value for name, value in self.judge.template_variables("").items() if name != "response"}
+        self.judge = trained_judge(rule, template)
         file = template or BUILT_IN / f"{self.judge.default_template}.jinja"
-        self.template = groups.judge_template(file, constants, sorted(Judge.variables))
+        self.template = groups.judge_template(file, template_constants(self.judge), sorted(Judge.variables))
 
     def __call__(self, items: np.ndarray) -> pa.Array:
         return self.template.fill(Shown(self.owner[items], response=self.candidates.take(pa.array(items))))
+
+
+def trained_judge(rule: Rule, template: Path | None) -> Judge:
+    """The judge whose prompts and answers the rows have."""
+    model = RewardModel(path="the one that is trained")  # required by the settings; never called
+    path = None if template is None else str(template)
+    if rule == "grade":
+        return Judge(kind="judge", model=model, parser="total_score", template=path)
+    return Judge(kind="judge", model=model, parser="last_number_line", template=path, lowest=LOWEST, highest=HIGHEST)
+
+
+def template_constants(judge: Judge) -> dict[str, Any]:
+    """Variables of its template that are the same for all responses."""
+    return {name: value for name, value in judge.template_variables("").items() if name != "response"}

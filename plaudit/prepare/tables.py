@@ -65,6 +65,10 @@ class Table:
         return int(self._starts[-1])
 
     @property
+    def source(self) -> str:
+        return ", ".join(rows.source for rows in self._files)
+
+    @property
     def names(self) -> list[str]:
         """Columns that any file has."""
         return list(dict.fromkeys(name for rows in self._files for name in rows.columns))
@@ -107,6 +111,20 @@ class Table:
             f"without {name}",
             lambda i: f"column {name!r} should be text, not {_describe_text(self.row(i).get(name))}",
         )
+        return column.fill_null("")
+
+    def value(self, name: str) -> pa.Array:
+        """Text, or numbers as text. A row without any is bad."""
+        chunks = [rows.column(name) for rows in self._files]
+        if all(map(_is_text, chunks)):
+            return self.text(name)
+        values = [_clean_value(value) for chunk in chunks for value in (chunk if isinstance(chunk, list) else chunk.to_pylist())]
+        column = compute.utf8_trim_whitespace(pa.array(values, TEXT))
+
+        def describe(i: int) -> str:
+            return f"column {name!r} should be text or a number, not {_describe_text(self.row(i).get(name))}"
+
+        self.reject(_is_blank(column), f"without {name}", describe)
         return column.fill_null("")
 
     def optional_text(self, name: str | None) -> pa.Array:
@@ -215,13 +233,13 @@ class Table:
         found: dict[str, pa.ChunkedArray] = {}
         for name in self.names:
             if name not in known:
-                chunks = [rows.column(name) for rows in self._files]
                 try:
-                    arrays = [pa.chunked_array([pa.array(one)]) if isinstance(one, list) else one for one in chunks]
-                    found[name] = pa.chunked_array([chunk for one in arrays for chunk in one.chunks])
+                    columns = [rows.column(name) for rows in self._files]
+                    tables = [pa.table({name: pa.array(one) if isinstance(one, list) else one}) for one in columns]
+                    found[name] = pa.concat_tables(tables, promote_options="permissive")[name]
                 except (pa.ArrowException, UnicodeEncodeError):
                     raise DataError(
-                        f"{self._files[0].source}: column {name!r} has values of several types: make them one type, or remove it"
+                        f"{self.source}: column {name!r} has values of several types: make them one type, or remove it"
                     ) from None
         return found
 
@@ -299,6 +317,12 @@ def _clean(value: Any, wanted: pa.DataType) -> Any:
     if pa.types.is_large_string(wanted):
         return value if isinstance(value, str) and not _SURROGATE.search(value) else None
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 else None
+
+
+def _clean_value(value: Any) -> str | None:
+    if isinstance(value, str):
+        return _clean(value, TEXT)
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) and value == value else None
 
 
 # Text ----------------------------------------------------------------------------------------------------------------
