@@ -65,7 +65,7 @@ class Rows(Sequence[dict[str, Any]]):
         """Arrow pads structs with nulls for keys that other rows have; in JSON a null is explicit."""
         return not isinstance(self._table, list | _JsonLines)
 
-    @property
+    @cached_property
     def columns(self) -> list[str]:
         if isinstance(self._table, list):
             return list(dict.fromkeys(key for row in self._table for key in row))

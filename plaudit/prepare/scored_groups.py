@@ -27,7 +27,7 @@ _VERDICT_WORDS = re.compile(r"\b(?:scores?|scoring|ranking|ranked)\b", re.I)
 
 # For complete columns (RE2's syntax). Each finds everything that the expressions above find, and a little more, so only the texts
 # that it finds have to be looked at one by one.
-_LINES = r"^(?P<before>(?:\pL+ )?)(?P<letter>[A-Z]):(?P<after>.*)$"
+_LINES = r"^(?:\pL+ )?[A-Z]:"
 _QUOTES = _QUOTED.pattern
 _MENTIONS = r"\b(?:Translation|Candidate) [A-Z]\b|\b[B-HJ-Z]\b|[a-z,;(] [AI]\b"
 _VERDICTS = r"(?:(?i:score|scoring|rank)[^\n]*|(?:^|\n)[\s*#_`]*[A-Z]\s*(?:[>=:][^\n]*)?[\s*#_`]*)\z"
@@ -148,14 +148,14 @@ def split_analyses(groups: ScoredGroups, purpose: str) -> tuple[pa.Array, pa.Arr
     owner, texts = owner[filled], texts.filter(pa.array(filled))
     counts = np.bincount(owner, minlength=len(sizes))
     place = np.arange(len(owner)) - np.concatenate([[0], np.cumsum(counts)])[owner]
-    found = compute.extract_regex(texts, _LINES)
-    letters = pa.array(list(LETTERS), TEXT).take(pa.array(np.minimum(place, len(LETTERS) - 1)))
-    fits = compute.equal(compute.struct_field(found, "letter"), letters).fill_null(False)
-    after = compute.struct_field(found, "after").fill_null("")
+    is_line = compute.match_substring_regex(texts, _LINES)
+    parts = compute.split_pattern(compute.if_else(is_line, texts, ":"), ":", max_splits=1)
+    head, after = (compute.list_element(parts, i) for i in (0, 1))
+    before, letter = compute.utf8_slice_codeunits(head, 0, -1), compute.utf8_slice_codeunits(head, -1)
+    expected = pa.array(list(LETTERS), TEXT).take(pa.array(np.minimum(place, len(LETTERS) - 1)))
     mentions = compute.match_substring_regex(compute.replace_substring_regex(after, _QUOTES, ""), _MENTIONS)
-    clear = np.asarray(compute.and_not(fits, mentions))
+    clear = np.asarray(compute.and_not(compute.equal(letter, expected), mentions))
     good = (counts == sizes) & (np.bincount(owner, weights=~clear, minlength=len(sizes)) == 0)
-    before, after = compute.struct_field(found, "before").fill_null(""), after
 
     # The others one by one.
     single: list[tuple[str, str]] = []
@@ -179,7 +179,8 @@ def split_analyses(groups: ScoredGroups, purpose: str) -> tuple[pa.Array, pa.Arr
     )
     indices = pa.array(index)
     columns = zip((before, after), zip(*single, strict=True) if single else ((), ()), strict=True)
-    before, after = (pa.concat_arrays([column.cast(TEXT), pa.array(some, TEXT)]).take(indices) for column, some in columns)
+    # The last text is for bad rows, where there may be no other.
+    before, after = (pa.concat_arrays([column, pa.array([*some, ""], TEXT)]).take(indices) for column, some in columns)
     return before, after
 
 

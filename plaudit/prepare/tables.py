@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import NoneType
 from typing import Any, cast
@@ -68,7 +69,7 @@ class Table:
     def source(self) -> str:
         return ", ".join(rows.source for rows in self._files)
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Columns that any file has."""
         return list(dict.fromkeys(name for rows in self._files for name in rows.columns))
@@ -114,7 +115,7 @@ class Table:
         return column.fill_null("")
 
     def value(self, name: str) -> pa.Array:
-        """Text, or numbers as text. A row without any is bad."""
+        """Text; numbers and objects as text. A row without any is bad."""
         chunks = [rows.column(name) for rows in self._files]
         if all(map(_is_text, chunks)):
             return self.text(name)
@@ -122,7 +123,7 @@ class Table:
         column = compute.utf8_trim_whitespace(pa.array(values, TEXT))
 
         def describe(i: int) -> str:
-            return f"column {name!r} should be text or a number, not {_describe_text(self.row(i).get(name))}"
+            return f"column {name!r} should be text, a number or an object, not {_describe_text(self.row(i).get(name))}"
 
         self.reject(_is_blank(column), f"without {name}", describe)
         return column.fill_null("")
@@ -132,11 +133,15 @@ class Table:
         if name is None or name not in self.names:
             return pa.nulls(len(self), TEXT).fill_null("")
         column = self._column(name, TEXT)
-        if column.null_count:
+        if not all(_is_text(rows.column(name)) for rows in self._files):
             wrong = np.zeros(len(self), bool)
             for i in np.flatnonzero(np.asarray(column.is_null())).tolist():
                 wrong[i] = self.row(i).get(name) is not None
-            self.reject(wrong, f"{name} is not text", lambda i: f"column {name!r} should be text, not {self._kind(i, name)}")
+
+            def describe(i: int) -> str:
+                return f"column {name!r} should be text, not {describe_type(self.row(i).get(name))}"
+
+            self.reject(wrong, f"with {name} that is not text", describe)
         return compute.utf8_trim_whitespace(column.fill_null(""))
 
     def languages(self, name: str) -> tuple[pa.Array, pa.Array]:
@@ -243,13 +248,9 @@ class Table:
                     ) from None
         return found
 
-    def _column(self, name: str, type: pa.DataType) -> pa.Array:
+    def _column(self, name: str, wanted: pa.DataType) -> pa.Array:
         """A column as this type. Values of other types are null; the checks describe them."""
-        arrays = [_as_type(rows.column(name), type) for rows in self._files]
-        return pa.concat_arrays([chunk for array in arrays for chunk in array.chunks]) if len(self) else pa.nulls(0, type)
-
-    def _kind(self, i: int, name: str) -> str:
-        return describe_type(self.row(i).get(name))
+        return pa.concat_arrays([chunk for rows in self._files for chunk in _as_type(rows.column(name), wanted).chunks])
 
 
 def any_in_lists(flags: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -320,8 +321,8 @@ def _clean(value: Any, wanted: pa.DataType) -> Any:
 
 
 def _clean_value(value: Any) -> str | None:
-    if isinstance(value, str):
-        return _clean(value, TEXT)
+    if isinstance(value, str | dict):
+        return _clean(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), TEXT)
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) and value == value else None
 
 

@@ -72,9 +72,9 @@ def test_a_sample_is_drawn_by_seed(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"answer": None}, "row 3: column 'answer' should be text or a number, not nothing"),
-        ({"answer": ["5"]}, "row 3: column 'answer' should be text or a number, not list"),
-        ({"answer": True}, "row 3: column 'answer' should be text or a number, not bool"),
+        ({"answer": None}, "row 3: column 'answer' should be text, a number or an object, not nothing"),
+        ({"answer": ["5"]}, "row 3: column 'answer' should be text, a number or an object, not list"),
+        ({"answer": True}, "row 3: column 'answer' should be text, a number or an object, not bool"),
         ({"question": ""}, "row 3: column 'question' should be text, not an empty str"),
         ({"level": "hard"}, "column 'level' has values of several types"),
     ],
@@ -92,6 +92,17 @@ def test_missing_columns_are_reported(tmp_path):
     ):
         make_math_rl([file], tmp_path / "rl.parquet")
     assert rl(file, tmp_path / "rl.parquet", question_column="frage")[0].extra_info["question"] == "2 + 3?"
+
+
+def test_other_tasks_than_maths_have_prompts_for_several_reward_models(tmp_path):
+    """The rows of several_rms: a task, a reward model's prompt, an object as reference."""
+    raw = [{"input": "Where is my order?", "grm_input": "Grade {response}.", "target": {"Solution": 3, "Knowledge": "ä"}}]
+    file = write_jsonl(tmp_path / "service.jsonl", raw)
+    columns = {"question_column": "input", "answer_column": "target"}
+    [prompt] = rl(file, tmp_path / "rl.parquet", **columns, instruction="", data_source="service")
+    assert prompt.messages == [{"role": "user", "content": "Where is my order?"}]
+    assert json.loads(prompt.ground_truth) == raw[0]["target"]
+    assert prompt.extra_info["grm_input"] == "Grade {response}."
 
 
 def test_files_of_both_kinds_are_read_together(tmp_path):

@@ -94,6 +94,13 @@ def test_an_analysis_that_cannot_be_split_is_an_error_only_for_sft(tmp_path):
     assert len(rl(file, tmp_path / "rl.parquet")) == 4
 
 
+def test_rows_without_any_analysis_can_be_left_out(tmp_path):
+    with pytest.raises(DataError, match=r"no rows could be made \(0 rows of 0 groups; 2 bad rows were left out"):
+        make_pointwise_sft(
+            [groups(tmp_path, {"analysis": ""}, {"analysis": None})], tmp_path / "sft.parquet", skip_bad=True, report=lambda _: None
+        )
+
+
 def test_a_single_candidate_gets_the_full_analysis(tmp_path):
     alone = {"mt_texts": ["Guten Abend."], "scores": [2]}
     for analysis in ("Wrong time of day.", "Translation A: Wrong time of day."):
