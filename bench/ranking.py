@@ -37,7 +37,6 @@ from typing import Any
 
 from pyarrow.parquet import read_table
 
-from plaudit.prepare.scored_groups import Columns, read_groups
 from plaudit.rewards.judges.candidates import LETTERS
 from plaudit.rewards.rules.pointwise_score import REWARD
 from plaudit.rewards.rules.ranking_lines import (
@@ -222,11 +221,9 @@ def constants(train: Sequence[Tiers], test: Sequence[Tiers]) -> dict[str, Metric
 
 def print_constants(data: Path) -> None:
     """Rewards of three constant answers, over all permutations of the mini recipe's groups of four; and of all tens."""
-    train, test = (
-        list(read_groups([data / f"mt_ranking_ende_{part}.parquet"], Columns(analysis=None), fewest=2, analysed=False))
-        for part in ("train", "test")
-    )
-    fours = [group.scores for group in train if len(group.scores) == 4 and group.characters <= int(MINI_ROWS[1])]
+    train, test = (read_table(data / f"mt_ranking_ende_{part}.parquet").to_pylist() for part in ("train", "test"))
+    short = [row["scores"] for row in train if len(row["src_text"] + "".join(row["mt_texts"])) <= int(MINI_ROWS[1])]
+    fours = [scores for scores in short if len(scores) == 4]
     print("| the same answer to every question | `format: ranking` | `ranking_score` |\n| --- | --- | --- |")
     for answer in ((10, 10, 10, 10), (10, 10, 10, 9), (10, 9, 8, 7)):
         tiers = rank(dict(zip(LETTERS, answer, strict=False)))
@@ -238,7 +235,7 @@ def print_constants(data: Path) -> None:
         share = statistics.fmean(shares)
         print(f"| {write_ranking(tiers)}; {', '.join(map(str, answer))} | {share:.3f} | {share + statistics.fmean(parts):.3f} |")
 
-    pairs = [(group.text, *pair) for group in test for pair in zip(group.candidates, group.scores, strict=True)]
+    pairs = [(row["src_text"], *pair) for row in test for pair in zip(row["mt_texts"], row["scores"], strict=True)]
     shown = [score for text, candidate, score in pairs if len(text) + len(candidate) <= ONE_ROW]
     print(f"\n10 to each of {len(shown)} candidates of the test groups ({shown.count(10) / len(shown):.0%} are tens):")
     print(f"pointwise_score {statistics.fmean(REWARD.get(10 - score, 0.0) for score in shown):.3f}", end=", ")

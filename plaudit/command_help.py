@@ -67,6 +67,16 @@ EXAMPLES = {
     "prepare ranking-rl": ("plaudit prepare ranking-rl groups.jsonl --out data/ranking_rl.parquet",),
     "prepare pointwise-sft": ("plaudit prepare pointwise-sft groups.jsonl --out data/pointwise_sft.parquet",),
     "prepare pointwise-rl": ("plaudit prepare pointwise-rl groups.jsonl --out data/pointwise_rl.parquet --rule grade",),
+    "prepare translation-sft": ("plaudit prepare translation-sft demonstrations.parquet --out data/translation_sft.parquet",),
+    "prepare translation-rl": (
+        "plaudit prepare translation-rl texts.parquet --out data/translation_rl.parquet --cross-lingual",
+        "plaudit prepare translation-rl test.parquet --out data/translation_test.parquet --test-set",
+    ),
+    "prepare math-rl": (
+        "plaudit prepare math-rl gsm8k_train.jsonl --out data/gsm8k.parquet --answer-in hashes --data-source openai/gsm8k",
+        "plaudit prepare math-rl bigmath.parquet --out data/train.parquet --data-source bigmath_rl_tinyv --sample 5000",
+    ),
+    "prepare rubric-rl": ("plaudit prepare rubric-rl graded.jsonl --out data/train_rrm.parquet --highest 10",),
     "doctor": (
         "plaudit doctor recipes/smollm2/grpo.yaml",
         "plaudit doctor recipes/smollm2/grpo.yaml rollout.n=4 --rows 0",

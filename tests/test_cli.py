@@ -109,13 +109,20 @@ HELP = [
     (("prepare", "thoughts"), ["strong model", "--url", "--credential", "--without-thoughts", "--tries", "--english"]),
     (("prepare", "thoughts-sft"), ["conversations for plaudit sft", "--out", "--without-thoughts"]),
     (("prepare", "zero-model"), ["base model", "stop.txt", "--out", "--without-thoughts", "--eos", "--tokenizer"]),
-    (("prepare", "ranking-sft"), ["rank", "--out", "--format", "--shuffle-augment", "--max-characters", "--seed"]),
+    (
+        ("prepare", "ranking-sft"),
+        ["rank", "--out", "--format", "--shuffle-augment", "--max-characters", "--scores-heading", "--skip-bad-rows", "--seed"],
+    ),
     (("prepare", "ranking-rl"), ["rank", "--out", "--format", "--shuffle-augment", "--max-characters", "--seed"]),
     (("prepare", "pointwise-sft"), ["pointwise judge", "--out", "--rule", "pointwise_score|grade", "--template", "--seed"]),
     (
         ("prepare", "pointwise-rl"),
         ["one prompt per candidate", "--out", "--rule", "pointwise_score|grade", "--template", "--data-source"],
     ),
+    (("prepare", "translation-sft"), ["code block", "--out", "--response-column", "--template", "--skip-bad-rows", "--seed"]),
+    (("prepare", "translation-rl"), ["translation", "--out", "--cross-lingual", "--target", "--test-set", "--seed"]),
+    (("prepare", "math-rl"), ["ground truths", "--out", "--answer-in", "all|hashes|boxed", "--data-source", "--sample"]),
+    (("prepare", "rubric-rl"), ["grade", "--out", "--rubric-column", "--highest", "--template", "--skip-bad-rows"]),
     (
         ("prepare", "arithmetic"),
         ["additions and subtractions", "--out", "--train", "--val", "--digits", "--operators", "--seed"],

@@ -8,6 +8,7 @@ import codecs
 import json
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, overload
 
@@ -64,11 +65,20 @@ class Rows(Sequence[dict[str, Any]]):
         """Arrow pads structs with nulls for keys that other rows have; in JSON a null is explicit."""
         return not isinstance(self._table, list | _JsonLines)
 
-    @property
+    @cached_property
     def columns(self) -> list[str]:
         if isinstance(self._table, list):
             return list(dict.fromkeys(key for row in self._table for key in row))
         return self._table.column_names
+
+    def column(self, name: str) -> "pa.ChunkedArray | list[Any]":
+        """A column's values, of a table as Arrow has them; null for rows that lack it."""
+        if isinstance(self._table, list):
+            return [row.get(name) for row in self._table]
+        if isinstance(self._table, _JsonLines):
+            return self._table.values_by_column.get(name) or [None] * len(self)
+        column = self._table[name] if name in self.columns else pa.chunked_array([pa.nulls(len(self))])
+        return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
 
     def require(self, *columns: str, hint: str = "") -> None:
         """Raise a DataError naming the file, the missing column and the existing columns."""
@@ -142,6 +152,15 @@ class _JsonLines:
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         text = line.removeprefix(codecs.BOM_UTF8).strip()
         return _as_row(parse_json(text, self._path, number), f"{self._path}:{number}")
+
+    @cached_property
+    def values_by_column(self) -> dict[str, list[Any]]:
+        """All columns at once: each row is parsed once."""
+        columns: dict[str, list[Any]] = {name: [] for name in self.column_names}
+        for row in self:
+            for name, values in columns.items():
+                values.append(row.get(name))
+        return columns
 
     def __len__(self) -> int:
         return len(self._starts)

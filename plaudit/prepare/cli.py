@@ -6,11 +6,12 @@ from typing import Annotated, Literal
 import typer
 
 from plaudit.command_help import examples
-from plaudit.errors import PlauditError
 from plaudit.options import ChatTemplateName
 from plaudit.output_folder import require_empty
+from plaudit.prepare.judge_cli import JUDGE_VERBS
+from plaudit.prepare.maths_cli import MATHS_VERBS
 from plaudit.prepare.thinking_cli import THINKING_VERBS
-from plaudit.shipped import find_shipped
+from plaudit.prepare.translation_cli import TRANSLATION_VERBS
 
 prepare = typer.Typer(help="Prepare data sets and small models for the training stages.", no_args_is_help=True)
 
@@ -139,159 +140,7 @@ def prepare_pairs(
     print(f"{out}: {make_pairs(scored, out, rules=rules, columns=columns, val_share=val_share, seed=seed)}")
 
 
-# Rows for a group judge ----------------------------------------------------------------------------------------------
+# Verbs with modules of their own -------------------------------------------------------------------------------------
 
-Groups = Annotated[
-    list[Path], typer.Argument(help="Files of groups: src_text, src_lang, trg_lang, candidates, scores; for SFT also an analysis.")
-]
-OutFile = Annotated[Path, typer.Option(help="New file to write: NAME.parquet.")]
-SubgroupAugment = Annotated[int, typer.Option(min=0, help="Number of additional subgroups per group.")]
-ShuffleAugment = Annotated[int, typer.Option(min=0, help="Number of additional orders of each group and subgroup.")]
-MaxCharacters = Annotated[int | None, typer.Option(min=1, help="Skip groups with a longer total text.")]
-AddExample = Annotated[bool, typer.Option("--add-example", help="End the prompt with an example answer.")]
-
-
-def _find(file: Path | None) -> Path | None:
-    return None if file is None else find_shipped(file)
-
-
-JudgeFile = Annotated[
-    Path | None, typer.Option("--template", callback=_find, help="A `group_judge` prompt template. Default: the built-in one.")
-]
-CandidatesColumn = Annotated[str, typer.Option(help="Column with the candidates.")]
-ScoresColumn = Annotated[str, typer.Option(help="Column with their scores.")]
-AnalysisColumn = Annotated[str, typer.Option(help="Column with the analysis.")]
-
-
-@prepare.command("ranking-sft", epilog=examples("prepare ranking-sft"))
-def prepare_ranking_sft(
-    groups: Groups,
-    out: OutFile,
-    format: Annotated[
-        Literal["ranking_score", "ranking", "score"], typer.Option(help="What an answer ends with.")
-    ] = "ranking_score",
-    subgroup_augment: SubgroupAugment = 0,
-    shuffle_augment: ShuffleAugment = 0,
-    max_characters: MaxCharacters = None,
-    add_example: AddExample = False,
-    template: JudgeFile = None,
-    candidates_column: CandidatesColumn = "mt_texts",
-    scores_column: ScoresColumn = "scores",
-    analysis_column: AnalysisColumn = "analysis",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the augmentation and the row order.")] = 0,
-) -> None:
-    """Scored candidates → conversations that teach a judge of groups (GRRM) to analyse, rank and score them."""
-    _require_new(out)
-
-    from plaudit.prepare.ranking import make_ranking_sft
-    from plaudit.prepare.scored_groups import Columns
-
-    summary = make_ranking_sft(
-        groups, out, format=format, subgroup_augment=subgroup_augment, shuffle_augment=shuffle_augment,
-        max_characters=max_characters, add_example=add_example, template=template,
-        columns=Columns(candidates_column, scores_column, analysis_column), seed=seed,
-    )  # fmt: skip
-    print(f"{out}: {summary}")
-
-
-@prepare.command("ranking-rl", epilog=examples("prepare ranking-rl"))
-def prepare_ranking_rl(
-    groups: Groups,
-    out: OutFile,
-    format: Annotated[Literal["ranking_score", "ranking"], typer.Option(help="What an answer ends with.")] = "ranking_score",
-    subgroup_augment: SubgroupAugment = 0,
-    shuffle_augment: ShuffleAugment = 0,
-    max_characters: MaxCharacters = None,
-    add_example: AddExample = False,
-    template: JudgeFile = None,
-    candidates_column: CandidatesColumn = "mt_texts",
-    scores_column: ScoresColumn = "scores",
-    analysis_column: AnalysisColumn = "analysis",
-    data_source: Annotated[str, typer.Option(help="data_source of the rows, for `when` and for metrics.")] = "mt_ranking",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the augmentation.")] = 0,
-) -> None:
-    """Scored candidates → prompts with ground truth, for RL with the `ranking` rule; without augmentation, a validation set."""
-    _require_new(out)
-
-    from plaudit.prepare.ranking import make_ranking_rl
-    from plaudit.prepare.scored_groups import Columns
-
-    summary = make_ranking_rl(
-        groups, out, format=format, subgroup_augment=subgroup_augment, shuffle_augment=shuffle_augment,
-        max_characters=max_characters, add_example=add_example, template=template,
-        columns=Columns(candidates_column, scores_column, analysis_column), data_source=data_source, seed=seed,
-    )  # fmt: skip
-    print(f"{out}: {summary}")
-
-
-# Rows for a pointwise judge ------------------------------------------------------------------------------------------
-
-RewardRule = Annotated[Literal["pointwise_score", "grade"], typer.Option(help="The rule that rewards RL; sets how answers end.")]
-MaxCharactersOfOne = Annotated[
-    int | None, typer.Option("--max-characters", min=1, help="Skip candidates that are longer, source text included.")
-]
-PointwiseFile = Annotated[
-    Path | None, typer.Option("--template", callback=_find, help="A `judge` prompt template. Default: the built-in one.")
-]
-
-
-@prepare.command("pointwise-sft", epilog=examples("prepare pointwise-sft"))
-def prepare_pointwise_sft(
-    groups: Groups,
-    out: OutFile,
-    rule: RewardRule = "pointwise_score",
-    max_characters: MaxCharactersOfOne = None,
-    template: PointwiseFile = None,
-    candidates_column: CandidatesColumn = "mt_texts",
-    scores_column: ScoresColumn = "scores",
-    analysis_column: AnalysisColumn = "analysis",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the row order.")] = 0,
-) -> None:
-    """Scored candidates → conversations that train a pointwise judge to analyse and score one answer."""
-    _require_new(out)
-
-    from plaudit.prepare.pointwise import make_pointwise_sft
-    from plaudit.prepare.scored_groups import Columns
-
-    columns = Columns(candidates_column, scores_column, analysis_column)
-    summary = make_pointwise_sft(
-        groups, out, rule=rule, max_characters=max_characters, template=template, columns=columns, seed=seed
-    )
-    print(f"{out}: {summary}")
-
-
-@prepare.command("pointwise-rl", epilog=examples("prepare pointwise-rl"))
-def prepare_pointwise_rl(
-    groups: Groups,
-    out: OutFile,
-    rule: RewardRule = "pointwise_score",
-    max_characters: MaxCharactersOfOne = None,
-    template: PointwiseFile = None,
-    candidates_column: CandidatesColumn = "mt_texts",
-    scores_column: ScoresColumn = "scores",
-    data_source: Annotated[
-        str | None, typer.Option(help="data_source of the rows, for `when` and for metrics. Default: mt_score, or grade.")
-    ] = None,
-) -> None:
-    """Scored candidates → one prompt per candidate with its score, for RL with the `pointwise_score` or `grade` rule."""
-    _require_new(out)
-
-    from plaudit.prepare.pointwise import make_pointwise_rl
-    from plaudit.prepare.scored_groups import Columns
-
-    columns = Columns(candidates_column, scores_column)
-    summary = make_pointwise_rl(
-        groups, out, rule=rule, max_characters=max_characters, template=template, columns=columns, data_source=data_source
-    )
-    print(f"{out}: {summary}")
-
-
-def _require_new(out: Path) -> None:
-    if out.suffix != ".parquet":
-        raise typer.BadParameter(f"{out} should end with .parquet.", param_hint="--out")
-    if out.exists():
-        raise PlauditError(f"--out: {out} exists; choose another name, or remove it first")
-
-
-for _name, _verb in THINKING_VERBS.items():
+for _name, _verb in {**JUDGE_VERBS, **TRANSLATION_VERBS, **MATHS_VERBS, **THINKING_VERBS}.items():
     prepare.command(_name, epilog=examples(f"prepare {_name}"))(_verb)

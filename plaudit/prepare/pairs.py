@@ -25,7 +25,8 @@ from plaudit.data.rollouts import parse_token_counts, split_answers, split_respo
 from plaudit.data.rows import Rows, read_rows
 from plaudit.errors import DataError
 from plaudit.files import write_atomic
-from plaudit.prepare.scored_groups import LANGUAGES, Columns
+from plaudit.prepare.languages import LANGUAGES
+from plaudit.prepare.scored_groups import Columns
 from plaudit.prepare.token_counts import TokenCounter
 from plaudit.types import Message
 

@@ -7,154 +7,250 @@ sees what it was trained on. The answer ends in the form that the `ranking` rule
     ranking         analysis, B > A = D > C
     score           analysis, Scores:, A: 7, B: 9, C: 2, D: 7                               in letter order; SFT only
 
+The headings may be others: the rule and the judge look at their places, not at their words.
+
 Differs from GRRM's code: the prompts are our own; SFT rows, too, can be augmented with subgroups and other orders, provided that
-the analysis has one line per candidate (`Translation A: …`), which then moves with its candidate.
+the analysis has one line per candidate (`Translation A: …`), which then moves with its candidate; RL rows have the candidates as
+shown in `extra_info`, whatever their order.
 """
 
-import json
-import math
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pyarrow as pa
 
-from plaudit.errors import DataError
+from plaudit.prepare.augmentation import Arrangements, arrange
+from plaudit.prepare.columnar_templates import Shown
 from plaudit.prepare.scored_groups import (
+    EXTRA_INFO,
     HIGHEST,
     LOWEST,
+    USUAL,
+    Columns,
+    ScoredGroups,
+    read_groups,
+    split_analyses,
+)
+from plaudit.prepare.tables import (
+    BATCH_ROWS,
     SFT_SCHEMA,
     TEXT,
-    USUAL,
-    Candidates,
-    Columns,
     RowSummary,
-    read_groups,
-    render_question,
-    rl_row,
+    Table,
+    compute,
+    join_text,
+    messages,
+    rl_rows,
     rl_schema,
-    split_analysis,
     write_rows,
 )
 from plaudit.rewards.judges.candidates import LETTERS
-from plaudit.rewards.judges.templates import BUILT_IN, JudgeTemplate
-from plaudit.rewards.rules.ranking_lines import rank, write_ranking
-from plaudit.types import Message
+from plaudit.rewards.judges.templates import BUILT_IN
 
 Format = Literal["ranking_score", "ranking", "score"]
 VARIABLES = ("candidates", "answer", "lowest", "highest")
 """Template variables of `group_judge`, in addition to those of every template."""
 RL_SCHEMA = rl_schema(
-    {
-        "src_text": TEXT, "src_lang": TEXT, "trg_lang": TEXT, "analysis": TEXT, "candidates": pa.list_(TEXT),
-        "shuffle_indices": pa.list_(pa.int64()),
-    }
-)  # fmt: skip
+    {**EXTRA_INFO, "analysis": pa.string(), "candidates": pa.list_(pa.string()), "shuffle_indices": pa.list_(pa.int64())}
+)
+EXAMPLE = ("A leaves a word out. B and C say the same, and both read well.", (4, 9, 9))
+_LETTERS = pa.array(list(LETTERS), TEXT)
+_NUMBERS = pa.array([str(number) for number in range(HIGHEST + 1)], TEXT)
+_RELATIONS = pa.array([" > ", " = "], TEXT)
+
+
+@dataclass(frozen=True)
+class Headings:
+    """The lines above the ranking and above the scores; an empty one is left out."""
+
+    ranking: str = "Ranking:"
+    scores: str = "Scores:"
+    blank_lines: bool = False
+    """A blank line below each heading and between the two parts."""
+
+
+PLAIN = Headings()
 
 
 def make_ranking_sft(
     files: Sequence[Path], out: Path, *, format: Format = "ranking_score", subgroup_augment: int = 0, shuffle_augment: int = 0,
-    add_example: bool = False, max_characters: int | None = None, template: Path | None = None, columns: Columns = USUAL,
-    seed: int = 0,
+    add_example: bool = False, max_characters: int | None = None, template: Path | None = None, headings: Headings = PLAIN,
+    columns: Columns = USUAL, skip_bad: bool = False, seed: int = 0, report: Callable[[str], None] = print,
 ) -> RowSummary:  # fmt: skip
     """Write conversations: a question about a group, answered with its analysis, ranking and scores."""
-    question, rng, summary, rows = _Question(template, format, add_example), random.Random(seed), RowSummary(), []
-    for group in _short_enough(read_groups(files, columns, fewest=2, analysed=True), max_characters, summary):
-        if not group.analysis:
-            raise DataError(f"{group.where}: column {columns.analysis!r} is empty; an answer begins with the analysis")
-        for shown in _augment(group, subgroup_augment, shuffle_augment, rng):
-            analysis = group.analysis if shown.places == group.places else _reordered(group, shown.places, columns.analysis)
-            rows.append(
-                {"messages": [*question(shown), {"role": "assistant", "content": _answer(analysis, shown.by_letter, format)}]}
-            )
-    rng.shuffle(rows)
-    return write_rows(out, rows, SFT_SCHEMA, summary)
+    groups = read_groups(Table(files, skip_bad=skip_bad, report=report), columns, fewest=2, analysed=True)
+    groups.table.reject(
+        compute.equal(compute.binary_length(groups.analysis), 0),
+        "without an analysis",
+        lambda _: f"column {columns.analysis!r} is empty; an answer begins with the analysis",
+    )
+    lines = split_analyses(groups, "--subgroup-augment and --shuffle-augment") if subgroup_augment or shuffle_augment else None
+    question = _Question(groups, template, format, headings, add_example)
+    arranged, summary = _arranged(groups, max_characters, subgroup_augment, shuffle_augment, seed)
+    arranged = arranged.select(np.random.default_rng([seed, 1]).permutation(len(arranged)))
+
+    def batches() -> Iterator[pa.Table]:
+        for some in _batches(arranged):
+            prompts, answers = question.both(some, lines)
+            yield pa.Table.from_arrays([messages(("user", prompts), ("assistant", answers))], schema=SFT_SCHEMA)
+
+    return write_rows(out, batches(), SFT_SCHEMA, summary)
 
 
 def make_ranking_rl(
     files: Sequence[Path], out: Path, *, format: Literal["ranking_score", "ranking"] = "ranking_score", subgroup_augment: int = 0,
     shuffle_augment: int = 0, add_example: bool = False, max_characters: int | None = None, template: Path | None = None,
-    columns: Columns = USUAL, data_source: str = "mt_ranking", seed: int = 0,
+    headings: Headings = PLAIN, columns: Columns = USUAL, data_source: str = "mt_ranking", skip_bad: bool = False, seed: int = 0,
+    report: Callable[[str], None] = print,
 ) -> RowSummary:  # fmt: skip
     """Write prompts with the ground truth for the `ranking` rule: the scores as JSON, or the ranking."""
-    question, rng, summary, rows = _Question(template, format, add_example), random.Random(seed), RowSummary(), []
-    for group in _short_enough(read_groups(files, columns, fewest=2, analysed=False), max_characters, summary):
-        for shown in _augment(group, subgroup_augment, shuffle_augment, rng):
-            truth = json.dumps(shown.by_letter) if format == "ranking_score" else write_ranking(rank(shown.by_letter))
-            source, target = shown.languages
+    groups = read_groups(Table(files, skip_bad=skip_bad, report=report), columns, fewest=2, analysed=False)
+    question = _Question(groups, template, format, headings, add_example)
+    arranged, summary = _arranged(groups, max_characters, subgroup_augment, shuffle_augment, seed)
+
+    def batches() -> Iterator[pa.Table]:
+        for some in _batches(arranged):
+            prompts, truths = question.with_truth(some)
+            width = np.arange(some.places.shape[1]) < some.sizes[:, None]
+            offsets = pa.array(np.concatenate([[0], np.cumsum(some.sizes)]), pa.int32())
+            shown = (groups.candidates.offsets[some.groups][:, None] + some.places)[width]
+            texts = groups.candidates.items.take(pa.array(shown)).cast(pa.string())
             extra_info = {
-                "src_text": shown.text, "src_lang": source, "trg_lang": target, "analysis": shown.analysis,
-                "candidates": list(shown.candidates), "shuffle_indices": list(shown.places),
+                **groups.extra_info(some.groups), "analysis": groups.analysis.take(pa.array(some.groups)),
+                "candidates": pa.ListArray.from_arrays(offsets, texts),
+                "shuffle_indices": pa.ListArray.from_arrays(offsets, pa.array(some.places[width].astype(np.int64))),
             }  # fmt: skip
-            rows.append(rl_row(data_source, question(shown), "ranking", truth, extra_info))
-    return write_rows(out, rows, RL_SCHEMA, summary)
+            yield rl_rows(RL_SCHEMA, data_source, messages(("user", prompts)), "ranking", truths, extra_info)
+
+    return write_rows(out, batches(), RL_SCHEMA, summary)
 
 
-def _short_enough(groups: Iterator[Candidates], max_characters: int | None, summary: RowSummary) -> Iterator[Candidates]:
-    for group in groups:
-        if max_characters is not None and group.characters > max_characters:
-            summary.too_long += 1
-        else:
-            summary.groups += 1
-            yield group
+def _arranged(
+    groups: ScoredGroups, max_characters: int | None, subgroups: int, shuffles: int, seed: int
+) -> tuple[Arrangements, RowSummary]:
+    used, summary = groups.table.usable, RowSummary(bad=groups.table.bad)
+    if max_characters is not None:
+        ends = np.concatenate([[0], np.cumsum(groups.candidate_lengths)])[groups.candidates.offsets]
+        short = groups.text_lengths + np.diff(ends) <= max_characters
+        summary.leave_out("groups were longer than --max-characters", int((used & ~short).sum()))
+        used = used & short
+    chosen = np.flatnonzero(used)
+    summary.read = len(chosen)
+    return arrange(chosen, groups.candidates.sizes[chosen], subgroups=subgroups, shuffles=shuffles, seed=seed), summary
 
 
-# Augmentation --------------------------------------------------------------------------------------------------------
-
-
-def _augment(group: Candidates, subgroups: int, shuffles: int, rng: random.Random) -> Iterator[Candidates]:
-    """The group and some of its subgroups, each in its original order and in others."""
-    for places in [group.places, *_subsets(len(group.places), subgroups, rng)]:
-        yield from (group.select(order) for order in _orders(places, shuffles, rng))
-
-
-def _subsets(count: int, most: int, rng: random.Random) -> list[tuple[int, ...]]:
-    """Up to `most` distinct subsets of 2 to count − 1 elements."""
-    subsets: dict[tuple[int, ...], None] = {}
-    while len(subsets) < min(most, 2**count - count - 2):
-        subsets[tuple(sorted(rng.sample(range(count), rng.randint(2, count - 1))))] = None
-    return list(subsets)
-
-
-def _orders(places: Sequence[int], shuffles: int, rng: random.Random) -> list[tuple[int, ...]]:
-    """The original order, and up to `shuffles` distinct others."""
-    orders = {tuple(places): None}
-    while len(orders) < min(1 + shuffles, math.factorial(len(places))):
-        orders[tuple(rng.sample(places, len(places)))] = None
-    return list(orders)
-
-
-def _reordered(group: Candidates, order: Sequence[int], column: str | None) -> str:
-    """The analysis of a reordered subgroup: each line moves with its candidate and gets its new letter."""
-    lines = split_analysis(group, column, "--subgroup-augment and --shuffle-augment")
-    return "\n".join(f"{lines[i][0]}{letter}:{lines[i][1]}" for letter, i in zip(LETTERS, order, strict=False))
+def _batches(arranged: Arrangements) -> Iterator[Arrangements]:
+    for start in range(0, len(arranged), BATCH_ROWS):
+        yield arranged.select(np.arange(start, min(start + BATCH_ROWS, len(arranged))))
 
 
 # Questions and answers -----------------------------------------------------------------------------------------------
 
 
 class _Question:
-    """Renders the question about a group: `group_judge`'s prompt."""
+    """The question about a group, which is `group_judge`'s prompt, and its answer."""
 
-    def __init__(self, template: Path | None, format: Format, add_example: bool):
-        self.template = JudgeTemplate(template or BUILT_IN / "group.jinja", VARIABLES, "prepare")
+    def __init__(self, groups: ScoredGroups, template: Path | None, format: Format, headings: Headings, add_example: bool):
+        self.groups, self.headings = groups, headings
         self.format: Format = format
-        self.example = f"\nAn example of an answer:\n\n{_answer(*EXAMPLE, format)}\n" if add_example else ""
+        constants = {"answer": format, "lowest": LOWEST, "highest": HIGHEST}
+        self.template = groups.judge_template(template or BUILT_IN / "group.jinja", constants, VARIABLES)
+        analysis, scores = pa.array([EXAMPLE[0]], TEXT), np.array([EXAMPLE[1]])
+        example = answer(analysis, scores, format, headings)[0].as_py()
+        self.example = f"\nAn example of an answer:\n\n{example}\n" if add_example else ""
 
-    def __call__(self, group: Candidates) -> list[Message]:
-        shown = [{"letter": letter, "text": text} for letter, text in zip(LETTERS, group.candidates, strict=False)]
-        variables = {"candidates": shown, "answer": self.format, "lowest": LOWEST, "highest": HIGHEST}
-        [message] = render_question(self.template, group, variables)
-        return [{**message, "content": message["content"] + self.example}]
+    def both(self, some: Arrangements, lines: tuple[pa.Array, pa.Array] | None) -> tuple[pa.Array, pa.Array]:
+        """Questions and answers. `lines`: each candidate's line of the analysis, before and after its letter."""
+        sizes, whole = self.groups.candidates.sizes[some.groups], np.arange(some.places.shape[1])
+        original = (some.sizes == sizes) & ((some.places == whole) | (whole >= some.sizes[:, None])).all(1)
+
+        def analysis(these: Arrangements, items: np.ndarray, in_order: bool) -> pa.Array:
+            if in_order or lines is None:
+                return self.groups.analysis.take(pa.array(these.groups))
+            pieces: list[str | pa.Array] = []
+            for j in range(items.shape[1]):
+                before, after = (column.take(pa.array(items[:, j])) for column in lines)
+                pieces += [before, f"{LETTERS[j]}:", after, "\n"]
+            return join_text(*pieces[:-1])
+
+        def answers(these: Arrangements, items: np.ndarray, in_order: bool) -> pa.Array:
+            return answer(analysis(these, items, in_order), self.groups.scores[items], self.format, self.headings)
+
+        return self._by_structure(some, original, answers)
+
+    def with_truth(self, some: Arrangements) -> tuple[pa.Array, pa.Array]:
+        def truths(_: Arrangements, items: np.ndarray, __: bool) -> pa.Array:
+            scores = self.groups.scores[items]
+            return scores_as_json(scores) if self.format == "ranking_score" else ranking_line(scores)
+
+        return self._by_structure(some, np.zeros(len(some), bool), truths)
+
+    def _by_structure(
+        self, some: Arrangements, flag: np.ndarray, second: Callable[[Arrangements, np.ndarray, bool], pa.Array]
+    ) -> tuple[pa.Array, pa.Array]:
+        """Questions and another column, made for all rows with as many candidates (and the same flag) together."""
+        keys, made = some.sizes * 2 + flag, list[tuple[np.ndarray, pa.Array, pa.Array]]()
+        for key in np.unique(keys).tolist():
+            at = np.flatnonzero(keys == key)
+            these = some.select(at)
+            items = self.groups.candidates.offsets[these.groups][:, None] + these.places[:, : key // 2]
+            candidates = [self.groups.candidates.items.take(pa.array(items[:, j])) for j in range(key // 2)]
+            prompts = self.template.fill(Shown(these.groups, candidates=candidates))
+            made.append((at, join_text(prompts, self.example), second(these, items, bool(key % 2))))
+        if len(made) == 1:
+            return made[0][1], made[0][2]
+        order = pa.array(np.argsort(np.concatenate([at for at, _, _ in made])))
+        first, other = (pa.concat_arrays(columns).take(order) for columns in list(zip(*made, strict=True))[1:])
+        return first, other
 
 
-EXAMPLE = ("A leaves a word out. B and C say the same, and both read well.", {"A": 4, "B": 9, "C": 9})
+def answer(analysis: pa.Array, scores: np.ndarray, format: Format, headings: Headings) -> pa.Array:
+    """`scores`: one row per answer, in letter order."""
+    gap = "\n\n" if headings.blank_lines else "\n"
+
+    def part(heading: str, line: pa.Array) -> list[str | pa.Array]:
+        return [heading, gap, line] if heading else [line]
+
+    ranking, in_order = ranking_line(scores), scores_line(scores, in_ranking_order=format != "score")
+    ends = {
+        "ranking_score": [*part(headings.ranking, ranking), gap, *part(headings.scores, in_order)],
+        "ranking": [ranking],
+        "score": part(headings.scores, in_order),
+    }
+    return join_text(analysis, "\n\n", *ends[format])
 
 
-def _answer(analysis: str, scores: dict[str, int], format: Format) -> str:
-    tiers = rank(scores)
-    letters = sorted(scores) if format == "score" else [letter for tier in tiers for letter in sorted(tier)]
-    ranking, line = write_ranking(tiers), ", ".join(f"{letter}: {scores[letter]}" for letter in letters)
-    ends = {"ranking_score": f"Ranking:\n{ranking}\nScores:\n{line}", "ranking": ranking, "score": f"Scores:\n{line}"}
-    return f"{analysis}\n\n{ends[format]}"
+# Rankings and scores as text, for all rows at once: `plaudit/rewards/rules/ranking_lines.py` reads them ---------------
+
+
+def ranking_line(scores: np.ndarray) -> pa.Array:
+    """`B > A = D > C`: descending, ties in letter order."""
+    order = np.argsort(-scores, 1, kind="stable")
+    ordered = np.take_along_axis(scores, order, 1)
+    pieces: list[str | pa.Array] = []
+    for j in range(scores.shape[1]):
+        if j:
+            pieces.append(_RELATIONS.take(pa.array((ordered[:, j] == ordered[:, j - 1]).astype(np.int8))))
+        pieces.append(_LETTERS.take(pa.array(order[:, j])))
+    return join_text(*pieces)
+
+
+def scores_line(scores: np.ndarray, *, in_ranking_order: bool) -> pa.Array:
+    """`B: 9, A: 7, D: 7, C: 2`."""
+    order = np.argsort(-scores, 1, kind="stable") if in_ranking_order else np.tile(np.arange(scores.shape[1]), (len(scores), 1))
+    pieces: list[str | pa.Array] = []
+    for j in range(scores.shape[1]):
+        score = np.take_along_axis(scores, order[:, j : j + 1], 1)[:, 0]
+        pieces += [_LETTERS.take(pa.array(order[:, j])), ": ", _NUMBERS.take(pa.array(score)), ", "]
+    return join_text(*pieces[:-1])
+
+
+def scores_as_json(scores: np.ndarray) -> pa.Array:
+    """`{"A": 2, "B": 9}`."""
+    pieces: list[str | pa.Array] = []
+    for j in range(scores.shape[1]):
+        pieces += [f'{", " if j else "{"}"{LETTERS[j]}": ', _NUMBERS.take(pa.array(scores[:, j]))]
+    return join_text(*pieces, "}")

@@ -5,60 +5,32 @@ analysis. Lines at the end of the analysis that already state a ranking or score
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-from pyarrow import parquet
 
-from plaudit.data.conversations import describe_type
-from plaudit.data.rows import read_rows
-from plaudit.errors import DataError, PlauditError, RecipeError
-from plaudit.files import atomic_file
+from plaudit.prepare.columnar_templates import ColumnarTemplate
+from plaudit.prepare.tables import TEXT, Lists, Table, compute, join_text
 from plaudit.rewards.judges.candidates import LETTERS
-from plaudit.rewards.judges.templates import JudgeTemplate, Unrenderable
 from plaudit.rewards.rules.ranking_lines import read_ranking, read_scores
-from plaudit.types import Message, Prompt
 
 LOWEST, HIGHEST = 0, 10
-LANGUAGES = {
-    "ar": "Arabic", "bg": "Bulgarian", "bn": "Bengali", "ca": "Catalan", "cs": "Czech", "da": "Danish", "de": "German",
-    "el": "Greek", "en": "English", "es": "Spanish", "et": "Estonian", "fa": "Persian", "fi": "Finnish", "fr": "French",
-    "ga": "Irish", "he": "Hebrew", "hi": "Hindi", "hr": "Croatian", "hu": "Hungarian", "id": "Indonesian", "is": "Icelandic",
-    "it": "Italian", "ja": "Japanese", "ko": "Korean", "lt": "Lithuanian", "lv": "Latvian", "nl": "Dutch", "no": "Norwegian",
-    "pl": "Polish", "pt": "Portuguese", "ro": "Romanian", "ru": "Russian", "sk": "Slovak", "sl": "Slovenian",
-    "sv": "Swedish", "th": "Thai", "tr": "Turkish", "uk": "Ukrainian", "vi": "Vietnamese", "zh": "Chinese",
-}  # fmt: skip
-TEXT = pa.string()
-MESSAGES = pa.list_(pa.struct({"role": TEXT, "content": TEXT}))
-SFT_SCHEMA = pa.schema({"messages": MESSAGES})
-
-
-def rl_schema(extra_info: dict[str, pa.DataType]) -> pa.Schema:
-    truth = pa.struct({"style": TEXT, "ground_truth": TEXT})
-    return pa.schema(
-        {"data_source": TEXT, "prompt": MESSAGES, "ability": TEXT, "reward_model": truth, "extra_info": pa.struct(extra_info)}
-    )
-
-
-def rl_row(data_source: str, prompt: list[Message], ability: str, truth: str, extra: dict[str, Any]) -> dict[str, Any]:
-    reward_model = {"style": "rule", "ground_truth": truth}
-    return {
-        "data_source": data_source,
-        "prompt": prompt,
-        "ability": ability,
-        "reward_model": reward_model,
-        "extra_info": extra,
-    }
-
-
 _LINE = re.compile(r"((?:[^\W\d_]+ )?)([A-Z]):(.*)")
 _QUOTED = re.compile(r'"[^"]*"|„[^“"]*[“"]|“[^”]*”')
 _MENTION = re.compile(r"\b(?:Translation|Candidate) ([A-Z])\b|\b([B-HJ-Z])\b|(?<=[a-z,;(] )([AI])\b")
 """A candidate's letter in an analysis. A and I are also words, but not in mid-sentence; quoted text does not count."""
 _VERDICT_WORDS = re.compile(r"\b(?:scores?|scoring|ranking|ranked)\b", re.I)
+
+# For complete columns (RE2's syntax). Each finds everything that the expressions above find, and a little more, so only the texts
+# that it finds have to be looked at one by one.
+_LINES = r"^(?:\pL+ )?[A-Z]:"
+_QUOTES = _QUOTED.pattern
+_MENTIONS = r"\b(?:Translation|Candidate) [A-Z]\b|\b[B-HJ-Z]\b|[a-z,;(] [AI]\b"
+_VERDICTS = r"(?:(?i:score|scoring|rank)[^\n]*|(?:^|\n)[\s*#_`]*[A-Z]\s*(?:[>=:][^\n]*)?[\s*#_`]*)\z"
 
 
 @dataclass(frozen=True)
@@ -75,87 +47,79 @@ USUAL = Columns()
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """A group as read, or a reordered subgroup: `places[i]` is the i-th candidate's index in its row."""
+class ScoredGroups:
+    """Groups as columns: one entry per group, or, of candidates and scores, one per candidate."""
 
-    where: str
-    text: str
-    languages: tuple[str, str]
-    candidates: tuple[str, ...]
-    scores: tuple[int, ...]
-    analysis: str
-    places: tuple[int, ...]
-
-    def select(self, places: Sequence[int]) -> "Candidates":
-        candidates, scores = tuple(self.candidates[i] for i in places), tuple(self.scores[i] for i in places)
-        return replace(self, candidates=candidates, scores=scores, places=tuple(places))
+    table: Table
+    columns: Columns
+    text: pa.Array
+    languages: tuple[pa.Array, pa.Array]
+    """As the file has them."""
+    language_names: tuple[pa.Array, pa.Array]
+    candidates: Lists
+    scores: np.ndarray
+    analysis: pa.Array
 
     @property
-    def by_letter(self) -> dict[str, int]:
-        return dict(zip(LETTERS, self.scores, strict=False))
+    def task(self) -> pa.Array:
+        """The translation task, as text."""
+        return translation_task(*self.language_names, self.text)
 
     @property
-    def task(self) -> list[Message]:
-        """The translation task, as a prompt."""
-        source, target = (LANGUAGES.get(name.lower(), name) for name in self.languages)
-        return [{"role": "user", "content": f"Translate from {source} into {target}:\n\n{self.text}"}]
+    def candidate_lengths(self) -> np.ndarray:
+        """In characters."""
+        return np.asarray(compute.utf8_length(self.candidates.items), np.int64)
 
     @property
-    def characters(self) -> int:
-        return len(self.text) + sum(map(len, self.candidates))
+    def text_lengths(self) -> np.ndarray:
+        return np.asarray(compute.utf8_length(self.text), np.int64)
+
+    def judge_template(self, file: Path, constants: Mapping[str, Any], own: Sequence[str]) -> ColumnarTemplate:
+        """A judge's prompt about candidates. It finds a row's columns, and the languages' names, in `extra_info`."""
+        source, target = self.language_names
+        added = {"src_text": self.text, "src_language": source, "trg_language": target}
+        return ColumnarTemplate(file, self.table, self.task, constants, added, own)
+
+    def extra_info(self, rows: np.ndarray) -> dict[str, pa.Array]:
+        """What an RL row says about its group."""
+        (source, target), (source_name, target_name) = self.languages, self.language_names
+        columns = {
+            "src_text": self.text, "src_lang": source, "trg_lang": target, "src_language": source_name, "trg_language": target_name,
+        }  # fmt: skip
+        indices = pa.array(rows)
+        return {name: column.take(indices) for name, column in columns.items()}
 
 
-@dataclass
-class RowSummary:
-    unit: str = "groups"
-    """What the length limit applies to."""
-    groups: int = 0
-    rows: int = 0
-    too_long: int = 0
-
-    def __str__(self) -> str:
-        left_out = f"; {self.too_long:,} {self.unit} were too long" if self.too_long else ""
-        return f"{self.rows:,} rows of {self.groups:,} groups{left_out}"
+EXTRA_INFO = {name: pa.string() for name in ("src_text", "src_lang", "trg_lang", "src_language", "trg_language")}
 
 
-def read_groups(files: Sequence[Path], columns: Columns, *, fewest: int, analysed: bool) -> Iterator[Candidates]:
-    for file in files:
-        rows = read_rows(file)
-        rows.require("src_text", "src_lang", "trg_lang", columns.candidates, columns.scores)
-        if analysed:
-            assert columns.analysis is not None
-            rows.require(columns.analysis)
-        for where, row in rows.located():
-            yield _group(row, columns, fewest, where)
+def translation_task(source: pa.Array, target: pa.Array, text: pa.Array) -> pa.Array:
+    """What a policy is asked for, in the words that judges are trained with."""
+    return join_text("Translate from ", source, " into ", target, ":\n\n", text)
 
 
-def _group(row: dict[str, Any], columns: Columns, fewest: int, where: str) -> Candidates:
-    text, source, target = (_text(row[name], f"{where}: column {name!r}") for name in ("src_text", "src_lang", "trg_lang"))
-    candidates, ratings = (row.get(name) for name in (columns.candidates, columns.scores))
-    analysis = None if columns.analysis is None else row.get(columns.analysis)
-    if not isinstance(candidates, list) or not fewest <= len(candidates) <= len(LETTERS):
-        found = len(candidates) if isinstance(candidates, list) else describe_type(candidates)
-        raise DataError(f"{where}: column {columns.candidates!r} should have {fewest} to {len(LETTERS)} candidates, not {found}")
-    candidates = tuple(_text(one, f"{where}: column {columns.candidates!r}, candidate {i}") for i, one in enumerate(candidates))
-    if not isinstance(ratings, list) or len(ratings) != len(candidates):
-        found = len(ratings) if isinstance(ratings, list) else describe_type(ratings)
-        raise DataError(
-            f"{where}: column {columns.scores!r} should have a score for each of the {len(candidates)} candidates, not {found}"
-        )
-    scores: list[Any] = [int(score) if isinstance(score, float) and score.is_integer() else score for score in ratings]
-    for score in scores:
-        if isinstance(score, bool) or not isinstance(score, int) or not LOWEST <= score <= HIGHEST:
-            raise DataError(f"{where}: column {columns.scores!r}: {score!r} should be an integer from {LOWEST} to {HIGHEST}")
-    if not isinstance(analysis, str | None):
-        raise DataError(f"{where}: column {columns.analysis!r} should be text, not {describe_type(analysis)}")
-    places = tuple(range(len(candidates)))
-    return Candidates(where, text, (source, target), candidates, tuple(scores), _strip_verdict(analysis or ""), places)
+def read_groups(table: Table, columns: Columns, *, fewest: int, analysed: bool) -> ScoredGroups:
+    table.require("src_text", "src_lang", "trg_lang", columns.candidates, columns.scores)
+    if analysed:
+        assert columns.analysis is not None
+        table.require(columns.analysis)
+    text = table.text("src_text")
+    (source, source_name), (target, target_name) = table.languages("src_lang"), table.languages("trg_lang")
+    candidates = table.text_lists(columns.candidates, fewest, len(LETTERS))
+    scores = table.score_lists(columns.scores, candidates.sizes, LOWEST, HIGHEST)
+    analysis = _strip_verdicts(table.optional_text(columns.analysis))
+    return ScoredGroups(table, columns, text, (source, target), (source_name, target_name), candidates, scores, analysis)
 
 
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where} should be text, not {describe_type(value)}")
-    return value.strip()
+# Analyses ------------------------------------------------------------------------------------------------------------
+
+
+def _strip_verdicts(analyses: pa.Array) -> pa.Array:
+    possible = compute.match_substring_regex(analyses, _VERDICTS)
+    if not compute.any(possible).as_py():
+        return analyses
+    stripped = [_strip_verdict(text) for text in analyses.filter(possible).to_pylist()]
+    return compute.replace_with_mask(analyses, possible, pa.array(stripped, TEXT))
 
 
 def _strip_verdict(analysis: str) -> str:
@@ -175,42 +139,63 @@ def _is_verdict(line: str) -> bool:
     return bool(_VERDICT_WORDS.search(heading)) and (line.endswith(":") or bool(read_ranking(rest) or read_scores(rest)))
 
 
-def render_question(template: JudgeTemplate, group: Candidates, variables: dict[str, Any]) -> list[Message]:
-    """A judge's prompt about candidates."""
-    try:
-        return [{"role": "user", "content": template.render(Prompt(group.where, group.task), variables)}]
-    except Unrenderable as error:
-        raise RecipeError(f"prepare: template: {error}. These rows provide nothing but a task.") from None
+def split_analyses(groups: ScoredGroups, purpose: str) -> tuple[pa.Array, pa.Array]:
+    """What precedes and what follows each candidate's letter in its line of the analysis. Rows that have no such lines are bad."""
+    sizes, starts = groups.candidates.sizes, groups.candidates.offsets
+    lines = compute.split_pattern(groups.analysis, "\n")
+    owner, texts = np.asarray(compute.list_parent_indices(lines)), compute.utf8_trim_whitespace(compute.list_flatten(lines))
+    filled = np.asarray(compute.greater(compute.binary_length(texts), 0))
+    owner, texts = owner[filled], texts.filter(pa.array(filled))
+    counts = np.bincount(owner, minlength=len(sizes))
+    place = np.arange(len(owner)) - np.concatenate([[0], np.cumsum(counts)])[owner]
+    is_line = compute.match_substring_regex(texts, _LINES)
+    parts = compute.split_pattern(compute.if_else(is_line, texts, ":"), ":", max_splits=1)
+    head, after = (compute.list_element(parts, i) for i in (0, 1))
+    before, letter = compute.utf8_slice_codeunits(head, 0, -1), compute.utf8_slice_codeunits(head, -1)
+    expected = pa.array(list(LETTERS), TEXT).take(pa.array(np.minimum(place, len(LETTERS) - 1)))
+    mentions = compute.match_substring_regex(compute.replace_substring_regex(after, _QUOTES, ""), _MENTIONS)
+    clear = np.asarray(compute.and_not(compute.equal(letter, expected), mentions))
+    good = (counts == sizes) & (np.bincount(owner, weights=~clear, minlength=len(sizes)) == 0)
+
+    # The others one by one.
+    single: list[tuple[str, str]] = []
+    index = np.zeros(len(groups.scores), np.int64)
+    index[np.repeat(good, sizes)] = np.flatnonzero(good[owner])
+    wrong = np.zeros(len(sizes), bool)
+    for i in np.flatnonzero(~good & groups.table.usable).tolist():
+        split = _split_analysis(groups.analysis[i].as_py(), int(sizes[i]))
+        if split is None:
+            wrong[i] = True
+        else:
+            index[starts[i] : starts[i + 1]] = len(texts) + len(single) + np.arange(sizes[i])
+            single += split
+    groups.table.reject(
+        wrong,
+        "with an analysis that cannot be split",
+        lambda _: (
+            f"column {groups.columns.analysis!r} cannot be split by candidate, as needed for {purpose}: it should "
+            "have exactly one line per candidate (Translation A: …), none of them mentioning another candidate"
+        ),
+    )
+    indices = pa.array(index)
+    columns = zip((before, after), zip(*single, strict=True) if single else ((), ()), strict=True)
+    # The last text is for bad rows, where there may be no other.
+    before, after = (pa.concat_arrays([column, pa.array([*some, ""], TEXT)]).take(indices) for column, some in columns)
+    return before, after
 
 
-def split_analysis(group: Candidates, column: str | None, purpose: str) -> list[tuple[str, str]]:
-    """Split the analysis by candidate: (text before its letter, text after it)."""
-    lines = [_LINE.fullmatch(line.strip()) for line in group.analysis.split("\n") if line.strip()]
-    letters = LETTERS[: len(group.candidates)]
-    if len(letters) == 1 and not any(lines):
-        return [("", group.analysis)]  # there is only one candidate it can be about
+def _split_analysis(analysis: str, count: int) -> list[tuple[str, str]] | None:
+    """(text before a candidate's letter, text after it) for each candidate."""
+    lines = [_LINE.fullmatch(line.strip()) for line in analysis.split("\n") if line.strip()]
+    letters = LETTERS[:count]
+    if count == 1 and not any(lines):
+        return [("", analysis)]  # there is only one candidate it can be about
     found = [line for line in lines if line is not None and not _mentions(line[3], letters)]
     if len(found) < len(lines) or "".join(line[2] for line in found) != letters:
-        raise DataError(
-            f"{group.where}: column {column!r} cannot be split by candidate, as needed for {purpose}: it should "
-            "have exactly one line per candidate (Translation A: …), none of them mentioning another candidate"
-        )
+        return None
     return [(line[1], line[3]) for line in found]
 
 
 def _mentions(text: str, letters: str) -> bool:
     """Whether the text mentions a candidate."""
     return any(letter in letters for found in _MENTION.findall(_QUOTED.sub("", text)) for letter in found if letter)
-
-
-def write_rows(out: Path, rows: list[dict[str, Any]], schema: pa.Schema, summary: RowSummary) -> RowSummary:
-    if not rows:
-        raise DataError(f"no rows could be made: all {summary.too_long:,} {summary.unit} are longer than --max-characters")
-    summary.rows = len(rows)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(out) as temporary:
-            parquet.write_table(pa.Table.from_pylist(rows, schema), temporary)
-    except OSError as error:
-        raise PlauditError(f"--out: {out} cannot be written: {error}") from None
-    return summary

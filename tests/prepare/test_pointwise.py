@@ -7,7 +7,7 @@ import pytest
 
 from plaudit.data.conversations import Source, read_conversations, read_prompts
 from plaudit.errors import DataError, PlauditError, RecipeError
-from plaudit.prepare.cli import prepare_pointwise_rl, prepare_pointwise_sft
+from plaudit.prepare.judge_cli import prepare_pointwise_rl, prepare_pointwise_sft
 from plaudit.prepare.pointwise import Rule, make_pointwise_rl, make_pointwise_sft
 from plaudit.prepare.ranking import make_ranking_rl, make_ranking_sft
 from plaudit.rewards.judges.judge import Judge
@@ -94,6 +94,13 @@ def test_an_analysis_that_cannot_be_split_is_an_error_only_for_sft(tmp_path):
     assert len(rl(file, tmp_path / "rl.parquet")) == 4
 
 
+def test_rows_without_any_analysis_can_be_left_out(tmp_path):
+    with pytest.raises(DataError, match=r"no rows could be made \(0 rows of 0 groups; 2 bad rows were left out"):
+        make_pointwise_sft(
+            [groups(tmp_path, {"analysis": ""}, {"analysis": None})], tmp_path / "sft.parquet", skip_bad=True, report=lambda _: None
+        )
+
+
 def test_a_single_candidate_gets_the_full_analysis(tmp_path):
     alone = {"mt_texts": ["Guten Abend."], "scores": [2]}
     for analysis in ("Wrong time of day.", "Translation A: Wrong time of day."):
@@ -105,9 +112,9 @@ def test_long_candidates_are_left_out_individually(tmp_path):
     texts = ["x" * 50, "y" * 10, "z" * 51, "w"]
     file = groups(tmp_path, {"src_text": "t" * 50, "mt_texts": texts})
     made = make_pointwise_rl([file], tmp_path / "rl.parquet", max_characters=100)
-    assert str(made) == "3 rows of 1 groups; 1 candidates were too long"
+    assert str(made) == "3 rows of 1 groups; 1 candidates were longer than --max-characters"
     assert "zz" not in "".join(sft(file, tmp_path / "sft.parquet", max_characters=100))
-    with pytest.raises(DataError, match="all 4 candidates are longer than --max-characters"):
+    with pytest.raises(DataError, match=r"no rows could be made .*; 4 candidates were longer than --max-characters"):
         make_pointwise_rl([file], tmp_path / "none.parquet", max_characters=10)
 
 
@@ -131,12 +138,16 @@ def test_rl_ignores_the_analysis(tmp_path):
 
 
 @pytest.mark.parametrize("make_rows", [make_pointwise_sft, make_pointwise_rl, make_ranking_sft, make_ranking_rl])
-@pytest.mark.parametrize("needs", ["ground_truth", "extra_info.style"])
-def test_a_template_that_needs_missing_fields_is_reported(tmp_path, make_rows, needs):
+@pytest.mark.parametrize(
+    ("needs", "message"),
+    [
+        ("ground_truth", "prepare: template: .*lacks something t.jinja needs"),
+        ("extra_info.style", "t.jinja needs extra_info.style; the rows have no such column .found: src_text, src_lang"),
+    ],
+)
+def test_a_template_that_needs_missing_fields_is_reported(tmp_path, make_rows, needs, message):
     (tmp_path / "t.jinja").write_text("{{ " + needs + " }}")
-    with pytest.raises(
-        RecipeError, match=r"prepare: template: .*lacks something t.jinja needs.* These rows provide nothing but a task"
-    ):
+    with pytest.raises(RecipeError, match=message):
         make_rows([groups(tmp_path)], tmp_path / "rows.parquet", template=tmp_path / "t.jinja")
 
 

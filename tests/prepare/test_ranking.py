@@ -5,13 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer import BadParameter
 
 from plaudit.data.conversations import Source, read_conversations, read_prompts
 from plaudit.data.rows import read_rows
 from plaudit.errors import DataError, PlauditError, RecipeError
-from plaudit.prepare.cli import prepare_ranking_rl, prepare_ranking_sft
-from plaudit.prepare.ranking import make_ranking_rl, make_ranking_sft
+from plaudit.prepare.judge_cli import prepare_ranking_rl, prepare_ranking_sft
+from plaudit.prepare.ranking import Headings, make_ranking_rl, make_ranking_sft
 from plaudit.prepare.scored_groups import Columns
 from plaudit.rewards.judges.parsing import read_letters
 from plaudit.rewards.rules.ranking import Ranking
@@ -96,6 +95,68 @@ def test_languages_may_be_names_or_codes(tmp_path):
     assert "Translate from English into Plattdeutsch:" in question["content"]
 
 
+def test_a_template_reads_all_of_a_row_and_judges_the_same_way(tmp_path):
+    """GRRM's structure. At training time `group_judge` finds the same fields in the extra_info of `translation-rl` rows."""
+    (tmp_path / "t.jinja").write_text(
+        "From {{ extra_info.src_language }} to {{ extra_info.trg_language }} ({{ extra_info.doc }}).\n\nSource text:\n"
+        "```\n{{ extra_info.src_text }}\n```\n\n"
+        "{% for c in candidates %}Translation {{ c.letter }}:\n```\n{{ c.text }}\n```\n{% endfor %}"
+    )
+    two = {"doc": "talk.3", "mt_texts": ["Guten Abend.", " Guten Morgen. "], "scores": [2, 9]}
+    [prompt] = rl(groups(tmp_path, two), tmp_path / "rl.parquet", template=tmp_path / "t.jinja")
+    assert prompt.messages[0]["content"] == (
+        "From English to German (talk.3).\n\nSource text:\n```\nGood morning.\n```\n\n"
+        "Translation A:\n```\nGuten Abend.\n```\nTranslation B:\n```\nGuten Morgen.\n```\n"
+    )
+    reward = make("group_judge", "Ranking:\nA > B\nScores:\nA: 7, B: 3", template=str(tmp_path / "t.jinja"))
+    judged = Prompt("0", [{"role": "user", "content": "any other words"}], extra_info={**prompt.extra_info, "doc": "talk.3"})
+    collect(reward, replace(group("Guten Abend.", "Guten Morgen."), prompt=judged))
+    [(question, _)] = backend_of(reward).calls
+    texts = ("Guten Abend.", "Guten Morgen.")
+    assert question in [prompt.messages[0]["content"], _swapped(prompt.messages[0]["content"], *texts)]
+
+
+def _swapped(text: str, a: str, b: str) -> str:
+    return text.replace(a, "\0").replace(b, a).replace("\0", b)
+
+
+def test_headings_are_of_choice_and_the_rule_reads_them(tmp_path):
+    headings = Headings("### Final Ranking:", "### Scores:", blank_lines=True)
+    [[_, answer]] = sft(groups(tmp_path), tmp_path / "sft.parquet", headings=headings)
+    end = "\n\n### Final Ranking:\n\nB > C = D > A\n\n### Scores:\n\nB: 9, C: 7, D: 7, A: 2"
+    assert answer["content"] == GROUP["analysis"] + end
+    [prompt] = rl(groups(tmp_path), tmp_path / "rl.parquet")
+    assert scored(prompt, answer["content"]) == 2.0
+    [[_, answer]] = sft(groups(tmp_path), tmp_path / "score.parquet", format="score", headings=Headings(scores=""))
+    assert answer["content"] == GROUP["analysis"] + "\n\nA: 2, B: 9, C: 7, D: 7"
+
+
+def test_an_unknown_language_code_is_an_error_and_a_known_one_in_capitals_is_not(tmp_path):
+    with pytest.raises(DataError, match=r"row 2: column 'trg_lang': 'xx' is no known language code \(ar bg .*; write the"):
+        make_ranking_rl([groups(tmp_path, {}, {"trg_lang": "xx"})], tmp_path / "rl.parquet")
+    [[question, _]] = sft(groups(tmp_path, {"trg_lang": "DE"}), tmp_path / "sft.parquet")
+    assert "into German:" in question["content"]
+
+
+def test_bad_rows_can_be_left_out_named_and_counted(tmp_path):
+    lines: list[str] = []
+    bad = [{"trg_lang": "xx"}, {"scores": [1, 2, 3, "x"]}, {"mt_texts": ["one"], "scores": [1]}, {"scores": [1]}]
+    made = make_ranking_rl([groups(tmp_path, {}, *bad)], tmp_path / "rl.parquet", skip_bad=True, report=lines.append)
+    assert str(made) == (
+        "1 rows of 1 groups; 4 bad rows were left out (1 with an unknown language, 1 without 2 to 26 mt_texts, "
+        "1 without a score in scores for each candidate, 1 with a score that is no integer from 0 to 10)"
+    )
+    assert [line.partition("groups.jsonl: ")[2].partition(":")[0] for line in lines] == ["row 2", "row 4", "row 5", "row 3"]
+    with pytest.raises(DataError, match="more rows have this problem; --skip-bad-rows"):
+        make_ranking_rl([groups(tmp_path, {"src_text": ""}, {"src_text": ""})], tmp_path / "rl2.parquet")
+
+
+def test_jsonl_and_parquet_have_the_same_rows(tmp_path):
+    for name in ("rl.parquet", "rl.jsonl"):
+        make_ranking_rl([groups(tmp_path, {}, {"src_text": "„x“ \u2028"})], tmp_path / name, shuffle_augment=2)
+    assert list(read_rows(tmp_path / "rl.parquet")) == list(read_rows(tmp_path / "rl.jsonl"))
+
+
 # Augmentation --------------------------------------------------------------------------------------------------------
 
 
@@ -158,8 +219,8 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path):
 def test_long_groups_are_left_out_and_counted(tmp_path):
     file = groups(tmp_path, {}, {"src_text": "x" * 500})
     made = make_ranking_rl([file], tmp_path / "rl.parquet", max_characters=200)
-    assert str(made) == "1 rows of 1 groups; 1 groups were too long"
-    with pytest.raises(DataError, match="all 2 groups are longer than --max-characters"):
+    assert str(made) == "1 rows of 1 groups; 1 groups were longer than --max-characters"
+    with pytest.raises(DataError, match=r"no rows could be made .*; 2 groups were longer than --max-characters"):
         make_ranking_rl([file], tmp_path / "none.parquet", max_characters=10)
     assert not (tmp_path / "none.parquet").exists()
 
@@ -241,7 +302,7 @@ def test_commands_never_overwrite_a_file(tmp_path, capsys):
     for verb in (prepare_ranking_rl, prepare_ranking_sft):
         with pytest.raises(PlauditError, match="exists; choose another name"):
             verb([file], out)
-        with pytest.raises(BadParameter, match=r"should end with .parquet"):
+        with pytest.raises(PlauditError, match=r"should end with .jsonl or .parquet"):
             verb([file], tmp_path / "rows.csv")
 
 

@@ -40,7 +40,7 @@ class JudgeTemplate:
         if not file.is_file():
             problem = "is a folder" if file.is_dir() else f"does not exist.{nearest_path(file)}"
             raise RecipeError(f"{where}: template: {file} {problem}")
-        environment = BoundedEnvironment(undefined=jinja2.StrictUndefined, finalize=_format_value)
+        environment = BoundedEnvironment(undefined=jinja2.StrictUndefined, finalize=format_value)
         try:
             text = file.read_text(encoding="utf-8")
             named = jinja2.meta.find_undeclared_variables(environment.parse(text))
@@ -141,6 +141,6 @@ def question_of(prompt: Prompt) -> str:
     return str(contents[-1] or "") if contents else ""
 
 
-def _format_value(value: Any) -> Any:
+def format_value(value: Any) -> Any:
     """`from 0 to 10`, not `from 0.0 to 10.0`."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

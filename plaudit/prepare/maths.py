@@ -1,0 +1,89 @@
+r"""Questions with answers → rows for RL with rules and verifiers: question, instruction, ground truth, source.
+
+`data_source` decides which reward scores a row (`when: {data_source: "*_tinyv*"}`). The instruction, which asks for the answer in
+\boxed{}, follows the question after a space (as in TinyV's rows) or is a system message (as in the rubric reward model's);
+`extra_info.question` is the question without it, for judges. All other columns stay as they are: rewards find them in `extra_info`.
+
+The ground truth is the answer column's text, or a part of it:
+
+    all       12                                           the text, or a number
+    hashes    … #### 1,200       → 1200                    what follows the last ####, without commas (GSM8K)
+    boxed     … \boxed{\frac12}. → \frac12                 what is in the last box (MATH)
+
+Differs from TinyV's code: there `extra_info.question` includes the instruction.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+
+from plaudit.data.columns import GROUND_TRUTHS, PROMPTS, find_column, listed
+from plaudit.errors import DataError
+from plaudit.prepare.tables import BATCH_ROWS, TEXT, RowSummary, Table, compute, join_text, messages, rl_rows, rl_schema, write_rows
+from plaudit.rewards.view import last_boxed
+
+AnswerIn = Literal["all", "hashes", "boxed"]
+INSTRUCTION = r"Think it through step by step, then give the final answer in \boxed{}."
+BASE_SCHEMA = rl_schema({"split": pa.string(), "index": pa.int64(), "question": pa.string(), "solution": pa.string()})
+
+
+def make_math_rl(
+    files: Sequence[Path], out: Path, *, question_column: str | None = None, answer_column: str | None = None,
+    answer_in: AnswerIn = "all", instruction: str = INSTRUCTION, instruction_in: Literal["user", "system"] = "user",
+    data_source: str | None = None, split: str = "train", sample: int | None = None, skip_bad: bool = False, seed: int = 0,
+    report: Callable[[str], None] = print,
+) -> RowSummary:  # fmt: skip
+    """Write prompts with ground truths, in their order; or `sample` rows that are drawn at random."""
+    table = Table(files, skip_bad=skip_bad, report=report)
+    question_column = _column(table, question_column, PROMPTS, "--question-column")
+    answer_column = _column(table, answer_column, GROUND_TRUTHS, "--answer-column")
+    questions, solutions = table.text(question_column), table.value(answer_column)
+    answers = _answers(table, solutions, answer_column, answer_in)
+    own_sources = table.text("data_source") if data_source is None and "data_source" in table.names else None
+    others = table.other_columns({*BASE_SCHEMA.names, question_column, answer_column})
+    schema = pa.schema([*BASE_SCHEMA, *((name, column.type) for name, column in others.items())])
+    rows = np.flatnonzero(table.usable)
+    if sample is not None:
+        rows = np.random.default_rng(seed).permutation(rows)[:sample]
+    summary = RowSummary("questions", read=len(rows), bad=table.bad)
+
+    def batches() -> Iterator[pa.Table]:
+        for start in range(0, len(rows), BATCH_ROWS):
+            some = pa.array(rows[start : start + BATCH_ROWS])
+            question = questions.take(some)
+            if instruction_in == "system" and instruction:
+                prompt = messages(("system", pa.repeat(pa.scalar(instruction, TEXT), len(some))), ("user", question))
+            else:
+                prompt = messages(("user", join_text(question, f" {instruction}" if instruction else "")))
+            index = pa.array(np.arange(start, start + len(some)))
+            extra = {"split": pa.repeat(split, len(some)), "index": index, "question": question, "solution": solutions.take(some)}
+            source = (data_source or "math") if own_sources is None else own_sources.take(some)
+            made = rl_rows(BASE_SCHEMA, source, prompt, "math", answers.take(some), extra)
+            yield pa.Table.from_arrays([*made.columns, *(column.take(some) for column in others.values())], schema=schema)
+
+    return write_rows(out, batches(), schema, summary)
+
+
+def _column(table: Table, name: str | None, usual: Sequence[str], option: str) -> str:
+    column = name or find_column(table.names, usual)
+    if column is None:
+        found = ", ".join(table.names)
+        raise DataError(f"{table.source}: there is no column {listed(usual)} (found: {found}); name the right one with {option}")
+    table.require(column, hint=f"{option} names another one.")
+    return column
+
+
+def _answers(table: Table, texts: pa.Array, column: str, answer_in: AnswerIn) -> pa.Array:
+    if answer_in == "all":
+        return texts
+    if answer_in == "hashes":
+        after = compute.struct_field(compute.extract_regex(texts, r"(?s)\A.*####(?P<answer>.*)\z"), "answer")
+        found, what = compute.replace_substring(compute.utf8_trim_whitespace(after), ",", ""), "#### and an answer"
+    else:
+        found, what = pa.array([last_boxed(text) for text in texts.to_pylist()], TEXT), r"a \boxed{} answer"
+    empty = compute.equal(compute.binary_length(found), 0).fill_null(True)
+    table.reject(empty, f"without {what} in {column}", lambda i: f"column {column!r} has no {what}: {texts[i].as_py()[-60:]!r}")
+    return found.fill_null("")
