@@ -121,7 +121,7 @@ def _output_of(command: str) -> str | None:
     if "--out" in words[:-1]:
         return words[words.index("--out") + 1]
     try:
-        recipe = load(words[2]).recipe if words[2:] and words[2].endswith(".yaml") else None
+        recipe = load(words[2], words[3:]).recipe if words[2:] and words[2].endswith(".yaml") else None
     except PlauditError:
         return None
     return None if recipe is None or isinstance(recipe, ScoreRecipe) else str(recipe.run.dir)

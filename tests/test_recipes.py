@@ -73,16 +73,6 @@ def judge() -> Iterator[str]:
         yield f"{{placement: server, url: '{url}'}}"
 
 
-@pytest.fixture
-def embeddings(monkeypatch) -> None:
-    """In place of an embedding model: the numbers of some letters."""
-    from plaudit.rewards.judges.similarity import LiveSimilarity
-
-    monkeypatch.setattr(
-        LiveSimilarity, "_load", lambda _: lambda texts: [[1 + text.count(c) for c in "aeio 0123"] for text in texts]
-    )
-
-
 GROUND_TRUTHS: dict[str, str | dict[str, str]] = {
     "ranking": {"ranking_score": '{"A": 3, "B": 1}', "ranking": "A > B"},
     "grade": "0.7",
@@ -148,7 +138,7 @@ def test_recipe_scores(path, monkeypatch):
 
 @pytest.fixture
 def small(
-    tmp_path, tiny_model, thinking_model, rows_file, pairs_file, classifier, judge, embeddings, monkeypatch
+    tmp_path, tiny_model, thinking_model, rows_file, pairs_file, classifier, judge, monkeypatch
 ) -> Callable[[Path], list[str]]:
     """Overrides with which a recipe trains two steps on a tiny model, from the repository's root, where its paths begin."""
     monkeypatch.chdir(REPOSITORY)

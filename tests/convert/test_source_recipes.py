@@ -61,7 +61,7 @@ ALLOWED = [
         "gsm8k's rule, for rows of another source than its own, is left out",
     ),
     ("several_rms/*", "rewards.?.gate*", "every reward model counts, as combine says; there only where the rule gives 1"),
-    ("several_rms/multi_node_bge", "rewards.2.*", "the similarity, which convert leaves to the reader"),
+    ("several_rms/multi_node_bge", "rewards.2.*", "the similarity by the source's service, which convert leaves to the reader"),
     ("rlmt/ppo_*", "rewards.0.view.longcot_config", "SFT without thoughts writes no such file, though the source names one"),
     ("rlmt/ppo_*", "train.tokens_per_micro_batch", "16 padded sequences at once do not fit; the gradient does not depend on it"),
     ("rlmt/sft_*", "model.tokenizer", FILES),
