@@ -92,7 +92,8 @@ def test_every_recipe_is_listed_with_a_sentence(plaudit):
         (
             "rlmt/grpo_qwenbase_warm-start_nothink",
             [
-                "plaudit sft recipes/rlmt/sft_qwen_think.yaml data.train=data/sft_nothink.parquet run.dir=runs/rlmt-sft-qwen-nothink",
+                "plaudit sft recipes/rlmt/sft_qwen_think.yaml data.train=data/sft_nothink.parquet "
+                "run.dir=runs/rlmt-sft-qwen-nothink",
             ],
         ),
         (
