@@ -22,7 +22,8 @@ import pyarrow as pa
 
 from plaudit.data.columns import GROUND_TRUTHS, PROMPTS, find_column, listed
 from plaudit.errors import DataError
-from plaudit.prepare.tables import BATCH_ROWS, TEXT, RowSummary, Table, compute, join_text, messages, rl_rows, rl_schema, write_rows
+from plaudit.prepare.made_rows import BATCH_ROWS, RowSummary, messages, rl_rows, rl_schema, write_rows
+from plaudit.prepare.tables import TEXT, Table, compute, join_text
 from plaudit.rewards.view import last_boxed
 
 AnswerIn = Literal["all", "hashes", "boxed"]

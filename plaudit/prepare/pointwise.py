@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from plaudit.prepare.columnar_templates import Shown
+from plaudit.prepare.made_rows import BATCH_ROWS, SFT_SCHEMA, RowSummary, messages, rl_rows, rl_schema, write_rows
 from plaudit.prepare.scored_groups import (
     EXTRA_INFO,
     HIGHEST,
@@ -30,20 +31,7 @@ from plaudit.prepare.scored_groups import (
     read_groups,
     split_analyses,
 )
-from plaudit.prepare.tables import (
-    BATCH_ROWS,
-    SFT_SCHEMA,
-    TEXT,
-    RowSummary,
-    Table,
-    any_in_lists,
-    compute,
-    join_text,
-    messages,
-    rl_rows,
-    rl_schema,
-    write_rows,
-)
+from plaudit.prepare.tables import TEXT, Table, any_in_lists, compute, join_text
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.rewards.judges.candidates import LETTERS
 from plaudit.rewards.judges.judge import Judge

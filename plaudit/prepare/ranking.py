@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from plaudit.prepare.augmentation import Arrangements, arrange
 from plaudit.prepare.columnar_templates import Shown
+from plaudit.prepare.made_rows import BATCH_ROWS, SFT_SCHEMA, RowSummary, messages, rl_rows, rl_schema, write_rows
 from plaudit.prepare.scored_groups import (
     EXTRA_INFO,
     HIGHEST,
@@ -34,19 +35,7 @@ from plaudit.prepare.scored_groups import (
     read_groups,
     split_analyses,
 )
-from plaudit.prepare.tables import (
-    BATCH_ROWS,
-    SFT_SCHEMA,
-    TEXT,
-    RowSummary,
-    Table,
-    compute,
-    join_text,
-    messages,
-    rl_rows,
-    rl_schema,
-    write_rows,
-)
+from plaudit.prepare.tables import TEXT, Table, compute, join_text
 from plaudit.rewards.judges.candidates import LETTERS
 from plaudit.rewards.judges.templates import BUILT_IN
 

@@ -14,8 +14,9 @@ import numpy as np
 import pyarrow as pa
 
 from plaudit.prepare.columnar_templates import ColumnarTemplate, Shown
+from plaudit.prepare.made_rows import BATCH_ROWS, RowSummary, messages, rl_rows, rl_schema, write_rows
 from plaudit.prepare.pointwise import template_constants, trained_judge
-from plaudit.prepare.tables import BATCH_ROWS, TEXT, RowSummary, Table, messages, rl_rows, rl_schema, write_rows
+from plaudit.prepare.tables import TEXT, Table
 from plaudit.rewards.judges.judge import Judge
 
 RL_SCHEMA = rl_schema({"question": pa.string(), "criteria": pa.string(), "answer": pa.string()})

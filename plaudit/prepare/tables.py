@@ -1,4 +1,4 @@
-"""Rows of files as Arrow columns: read, checked and written a column at a time.
+"""Rows of files as Arrow columns: read and checked a column at a time.
 
 A row that cannot be used is an error that names it, or, with `skip_bad`, is left out, reported and counted. Checks look at complete
 columns, so a table with a million rows takes about as long as its files take to be read; a single row is only looked at to describe
@@ -9,30 +9,26 @@ import json
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-from pyarrow import parquet
 
 from plaudit.data.conversations import describe_type
 from plaudit.data.rows import Rows, read_rows
-from plaudit.errors import DataError, PlauditError
-from plaudit.files import atomic_file
+from plaudit.errors import DataError
 from plaudit.prepare.languages import LANGUAGES, language_name
 
 compute: Any = pyarrow.compute
 """Its functions are made when it is imported: type checkers know none of them."""
 TEXT = pa.large_string()
 """While rows are made: an array of `string` holds 2 GB at most."""
-BATCH_ROWS = 8192
-"""Rows that are made and written together."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 MOST_REPORTED = 20
 """Bad rows that are named when they are skipped; all of them are counted."""
@@ -332,120 +328,3 @@ def _clean_value(value: Any) -> str | None:
 def join_text(*pieces: "str | pa.Array") -> pa.Array:
     """Concatenates columns and constants, row by row."""
     return compute.binary_join_element_wise(*(pa.scalar(one, TEXT) if isinstance(one, str) else one for one in (*pieces, "")))
-
-
-# Output --------------------------------------------------------------------------------------------------------------
-
-MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
-SFT_SCHEMA = pa.schema({"messages": MESSAGES})
-REPEATED = ["data_source", "ability", "role", "style", "src_lang", "trg_lang", "src_language", "trg_language", "split"]
-"""Columns with few different values: parquet stores these once. To look for repetitions in the others takes as long as all else."""
-
-
-def rl_schema(extra_info: dict[str, pa.DataType]) -> pa.Schema:
-    truth = pa.struct({"style": pa.string(), "ground_truth": pa.string()})
-    extra = pa.struct(extra_info)
-    return pa.schema(
-        {"data_source": pa.string(), "prompt": MESSAGES, "ability": pa.string(), "reward_model": truth, "extra_info": extra}
-    )
-
-
-def messages(*turns: "tuple[str, pa.Array]") -> pa.Array:
-    """A column of conversations, each with the same roles."""
-    count = len(turns[0][1])
-    contents = pa.concat_arrays([content.cast(TEXT) for _, content in turns])
-    order = np.arange(len(turns) * count).reshape(len(turns), count).T.ravel()
-    roles = pa.array([role for role, _ in turns], pa.string()).take(pa.array(np.tile(np.arange(len(turns)), count)))
-    content = contents if len(turns) == 1 else contents.take(pa.array(order))
-    turns_of_all = pa.StructArray.from_arrays([roles, content.cast(pa.string())], ["role", "content"])
-    return pa.ListArray.from_arrays(pa.array(np.arange(count + 1) * len(turns), pa.int32()), turns_of_all)
-
-
-def rl_rows(
-    schema: pa.Schema,
-    data_source: str | pa.Array,
-    prompt: pa.Array,
-    ability: str,
-    truth: pa.Array | None,
-    extra_info: Mapping[str, pa.Array],
-) -> pa.Table:
-    """Rows for RL. Without a truth, `reward_model` says that a model scores them."""
-    count = len(prompt)
-    style = pa.repeat("rule" if truth is not None else "model", count)
-    reward_model = pa.StructArray.from_arrays(
-        [style, pa.nulls(count, pa.string()) if truth is None else truth.cast(pa.string())], ["style", "ground_truth"]
-    )
-    fields = schema.field("extra_info").type
-    extra = pa.StructArray.from_arrays([extra_info[field.name].cast(field.type) for field in fields], fields=list(fields))
-    source = pa.repeat(data_source, count) if isinstance(data_source, str) else data_source.cast(pa.string())
-    return pa.Table.from_arrays([source, prompt, pa.repeat(ability, count), reward_model, extra], schema=schema)
-
-
-@dataclass
-class RowSummary:
-    """How many rows were made of what, and what was left out."""
-
-    unit: str = "groups"
-    """What rows are made of."""
-    rows: int = 0
-    read: int = 0
-    """Units that rows were made of."""
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Number by cause, which completes `3 groups …`."""
-    bad: Counter[str] = field(default_factory=Counter)
-    """Rows that were skipped, by cause."""
-
-    def leave_out(self, cause: str, count: int) -> None:
-        if count:
-            self.left_out[cause] += count
-
-    def __str__(self) -> str:
-        parts = [f"{self.rows:,} rows of {self.read:,} {self.unit}"]
-        parts += [f"{count:,} {cause}" for cause, count in self.left_out.items()]
-        if self.bad:
-            causes = ", ".join(f"{count:,} {cause}" for cause, count in self.bad.items())
-            parts.append(f"{self.bad.total():,} bad rows were left out ({causes})")
-        return "; ".join(parts)
-
-
-def write_rows(out: Path, batches: Iterable[pa.Table], schema: pa.Schema, summary: RowSummary) -> RowSummary:
-    """Write rows as parquet or JSONL, by the file's name, a batch at a time."""
-    write = _write_jsonl if out.suffix == ".jsonl" else _write_parquet
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(out) as temporary:
-            summary.rows = write(temporary, batches, schema)
-            if not summary.rows:
-                raise DataError(f"no rows could be made ({summary})")
-    except OSError as error:
-        raise PlauditError(f"--out: {out} cannot be written: {error}") from None
-    return summary
-
-
-def _write_parquet(file: Path, batches: Iterable[pa.Table], schema: pa.Schema) -> int:
-    count = 0
-    with parquet.ParquetWriter(file, schema, use_dictionary=cast(bool, _repeated_columns(schema))) as writer:
-        for batch in batches:
-            writer.write_table(batch)
-            count += len(batch)
-    return count
-
-
-def _repeated_columns(schema: pa.Schema) -> list[str]:
-    """Paths of the columns in REPEATED, as parquet names them."""
-
-    def paths(name: str, type: pa.DataType) -> list[str]:
-        if pa.types.is_list(type):
-            return paths(f"{name}.list.element", type.value_type)
-        return [path for f in type for path in paths(f"{name}.{f.name}", f.type)] if pa.types.is_struct(type) else [name]
-
-    return [path for f in schema for path in paths(f.name, f.type) if path.rpartition(".")[2] in REPEATED]
-
-
-def _write_jsonl(file: Path, batches: Iterable[pa.Table], schema: pa.Schema) -> int:
-    count = 0
-    with file.open("w", encoding="utf-8") as lines:
-        for batch in batches:
-            lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in batch.to_pylist())
-            count += len(batch)
-    return count

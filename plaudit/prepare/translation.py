@@ -18,19 +18,9 @@ import pyarrow as pa
 
 from plaudit.prepare.columnar_templates import ColumnarTemplate, Shown
 from plaudit.prepare.languages import LANGUAGES
+from plaudit.prepare.made_rows import BATCH_ROWS, SFT_SCHEMA, RowSummary, messages, rl_rows, rl_schema, write_rows
 from plaudit.prepare.scored_groups import EXTRA_INFO, translation_task
-from plaudit.prepare.tables import (
-    BATCH_ROWS,
-    SFT_SCHEMA,
-    TEXT,
-    RowSummary,
-    Table,
-    compute,
-    messages,
-    rl_rows,
-    rl_schema,
-    write_rows,
-)
+from plaudit.prepare.tables import TEXT, Table, compute
 
 TEMPLATE = Path(__file__).parent / "prompts/translation.jinja"
 TARGETS = ("en", "de", "fr", "nl", "it", "es", "pt", "ko", "ru", "zh")
