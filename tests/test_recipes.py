@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,7 +145,7 @@ def small(
     monkeypatch.chdir(REPOSITORY)
 
     def overrides(path: Path) -> list[str]:
-        recipe = load(path).recipe
+        recipe: Any = load(path).recipe
         data = {"sft": rows_file}.get(recipe.stage, pairs_file) if recipe.stage != "rl" else prompts_for(recipe, tmp_path)
         given = [
             *shrink(recipe, data, classifier, judge),
@@ -164,10 +165,13 @@ def small(
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: str(path.relative_to(REPOSITORY)))
 @pytest.mark.grid(6)
 def test_recipe_trains_two_steps(path, tmp_path, small):
-    model = TRAIN[load(path).recipe.stage](path, *small(path))
+    overrides = small(path)
+    model = TRAIN[load(path).recipe.stage](path, *overrides)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 2
     assert rows[-1]["lr"] > 0
+    if any("placement: server" in override for override in overrides):
+        assert rows[-1]["judge/calls"] > 0
     assert (model / "model.safetensors").exists()
 
 

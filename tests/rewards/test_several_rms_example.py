@@ -96,7 +96,7 @@ def service(cosine: float) -> Iterator[tuple[str, list[dict]]]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_):
+        def log_message(self, *_: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
