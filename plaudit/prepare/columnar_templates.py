@@ -2,7 +2,7 @@
 
 This gives the same prompts as rendering row by row only if the template does nothing with a row's texts but write them: no filter,
 no condition, no loop over them. `_Syntax` reads the template's syntax to find out; any other template is rendered for each row,
-which takes about 40 times as long. What does not depend on texts, such as the number of candidates, may be used in any way.
+which takes about 16 times as long. What does not depend on texts, such as the number of candidates, may be used in any way.
 
     Source text: {{ extra_info.src_text }}       →     "Source text: ", column src_text, "\\n", …
 """
