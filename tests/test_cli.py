@@ -108,7 +108,10 @@ HELP = [
     (("prepare", "conversations"), ["WildChat", "--out", "--all-turns", "--english", "--max-tokens", "--val", "--seed"]),
     (("prepare", "thoughts"), ["strong model", "--url", "--credential", "--without-thoughts", "--tries", "--english"]),
     (("prepare", "thoughts-sft"), ["conversations for plaudit sft", "--out", "--without-thoughts"]),
-    (("prepare", "zero-model"), ["base model", "stop.txt", "--out", "--without-thoughts", "--eos", "--tokenizer"]),
+    (
+        ("prepare", "zero-model"),
+        ["base model", "stop.txt", "ends at </response>", "--out", "--without-thoughts", "--eos", "--tokenizer"],
+    ),
     (
         ("prepare", "ranking-sft"),
         ["rank", "--out", "--format", "--shuffle-augment", "--max-characters", "--scores-heading", "--skip-bad-rows", "--seed"],

@@ -81,8 +81,8 @@ def prepare_thoughts_sft(
 ) -> None:
     """Thoughts and responses → conversations for `plaudit sft`.
 
-    Leaves out rows with an id that an earlier row has, and rows whose thought or response contains <think>, </think>, <response>
-    or </response>.
+    Leaves out rows with an id that an earlier row has, and rows whose thought or response contains `<think>`, `</think>`,
+    `<response>` or `</response>`.
     """
     from plaudit.data.conversations import resolve_sources
 
@@ -98,7 +98,7 @@ def prepare_zero_model(
     base: Annotated[str, typer.Argument(help="A base model: its folder, or its name on the hub.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Folder to write the model to.", show_default=False)],
     without_thoughts: Annotated[
-        bool, typer.Option("--without-thoughts", help="The template asks for a reply in <response> tags, without thoughts.")
+        bool, typer.Option("--without-thoughts", help="The template asks for a reply in `<response>` tags, without thoughts.")
     ] = False,
     eos: Annotated[
         str | None, typer.Option(help="The token that ends a turn. Default: <|eot_id|> or <|im_end|>, whichever its tokenizer has.")
@@ -107,8 +107,8 @@ def prepare_zero_model(
 ) -> None:
     """Make a base model trainable by RL without SFT: a chat template asks it in plain text for thoughts and a reply.
 
-    Copies the weights, and writes the tokenizer with template and end token, `stop.txt` (a response ends at </response>) and
-    `longcot_config.json` (rewards see the reply; a response begins with <think>).
+    Copies the weights, and writes the tokenizer with template and end token, `stop.txt` (a response ends at `</response>`) and
+    `longcot_config.json` (rewards see the reply; a response begins with `<think>`).
     """
     from plaudit.output_folder import require_empty
 
