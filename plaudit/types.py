@@ -26,7 +26,7 @@ TOKEN_BYTES = 32
 
 @dataclass(frozen=True)
 class RewardWorkers:
-    """Processes of a run beside its ranks, each with one reward model, and where they answer the ranks' calls."""
+    """Processes of a run alongside its ranks, each with one reward model, and where they answer the ranks' calls."""
 
     token: bytes
     """Random, and known to the processes of this run only."""

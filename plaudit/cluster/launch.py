@@ -19,7 +19,7 @@ LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}
 
 
 def rank_group(job: RankJob, count: int, recipe: TrainingRecipe, workers: Sequence[WorkerPlan] = ()) -> WatchedGroup:
-    """On this machine, or on several, where reward workers may be placed beside the ranks."""
+    """On this machine, or on several, where reward workers may be placed alongside the ranks."""
     if recipe.cluster.nodes == 1:
         return RankGroup(job, count, recipe)
 

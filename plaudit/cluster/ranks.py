@@ -46,7 +46,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A process beside those that train, with a reward model."""
+    """A process alongside those that train, with a reward model."""
 
     rank: int
     """Workers come after the processes that train."""

@@ -1,4 +1,4 @@
-"""Processes beside the ranks, each with GPUs of its own and one reward model, for the calls of all ranks. Imports no torch.
+"""Processes alongside the ranks, each with GPUs of its own and one reward model, for the calls of all ranks. Imports no torch.
 
 A worker is started before the ranks, and listens before it loads its model, so that they are given its address. It is watched as
 they are, and stopped after them.

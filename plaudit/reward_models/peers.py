@@ -3,7 +3,7 @@
     resident, offload, launch   in the process that `model.rank` names; otherwise models are dealt to the processes in turn
     rank: all                   a copy in each
     rank: [0, 1]                a block of its layers in each of these; the first owns the model (`divided.py`)
-    gpus: 2                     in a process beside those that train (`worker.py`), on a machine with that many free
+    gpus: 2                     in a process alongside those that train (`worker.py`), on a machine with that many free
     server                      every process is a client, with its share of the limits
 
 The process that has a model answers the calls of all: its backend counts them, and batches them as those of one process. A model

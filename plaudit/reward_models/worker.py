@@ -1,4 +1,4 @@
-"""A process beside those that train, with one reward model for the calls of all of them (`model.gpus`)."""
+"""A process alongside those that train, with one reward model for the calls of all of them (`model.gpus`)."""
 
 import asyncio
 import signal

@@ -77,7 +77,7 @@ def plan_devices(recipe: Recipe, lengths: Lengths = None, processes: Processes =
         _policy(recipe, lengths, device, processes, needs)
     for name, reward in local_reward_models(recipe):
         with suppress(PlauditError, OSError, ValueError, AttributeError):
-            if reward.model.gpus is not None:  # beside the processes that train
+            if reward.model.gpus is not None:  # alongside the processes that train
                 continue
             if reward.model.placement in ("resident", "offload"):
                 _place(recipe, name, reward, processes, needs)

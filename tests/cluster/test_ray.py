@@ -241,7 +241,7 @@ def test_a_wrong_token_is_refused(nodes):
 
 
 def test_reward_models_with_gpus_of_their_own(nodes, work, models, tmp_path):
-    """Two reward workers beside the ranks: the run is that of two processes that share the models. One worker is killed."""
+    """Two reward workers alongside the ranks: the run is that of two processes that share the models. One worker is killed."""
 
     def run(name: str, rewards: list[dict[str, Any]], *settings: str, **environment: str) -> tuple[Path, str]:
         tree = yaml.safe_load((work / "r.yaml").read_text())

@@ -1,5 +1,5 @@
-"""Reward models with GPUs of their own: a process beside those that train has each of them. Here ranks are threads, and the worker
-is the test's own process; tests/cluster/test_ray.py has real ones."""
+"""Reward models with GPUs of their own: a process alongside those that train has each of them. Here ranks are threads, and the
+worker is the test's own process; tests/cluster/test_ray.py has real ones."""
 
 import asyncio
 import os
