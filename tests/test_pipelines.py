@@ -5,9 +5,12 @@ learning rates are those of models with two layers.
 """
 
 import json
+import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -128,11 +131,98 @@ def test_rlmt_from_conversations_to_dpo_and_grpo(folder, real_data, plaudit, mon
     share = share_with_signal(run)
     samples = read(f"{run}/samples")
     closed = [sample for sample in samples if "</think>" in sample["response"]]
-    print(
-        f"RLMT: rewards differ in {share:.0%} of the groups; {len(closed) / len(samples):.0%} of the responses end their thoughts"
-    )
+    print(f"RLMT: rewards differ in {share:.0%} of the groups; {len(closed) / len(samples):.0%} of the responses end thoughts")
     assert share > 0.1
     assert len(closed) > 0.8 * len(samples)
     for sample in closed:
         assert sample["view/scalar_model"] == answer_in(sample["response"])
     assert (Path(run) / "model/longcot_config.json").exists()
+
+
+# GRRM ----------------------------------------------------------------------------------------------------------------
+
+SHORT = ("--max-characters", "112")
+"""Five of the real groups, which a tiny judge can memorise."""
+JUDGE = "my_judge.jinja"
+
+
+def write_raw_rows(real_data: Path) -> None:
+    """The files of the page's `raw/`. Responses for the policy's SFT: a rater's note, then the translation it is about."""
+    for part, end in (("train", ""), ("test", "_test")):
+        shutil.copy(real_data / f"mt_ranking_ende_{part}.parquet", f"raw/ranking{end}.parquet")
+        texts, demonstrations = [], []
+        for group in read(f"raw/ranking{end}.parquet"):
+            translations = group["mt_texts"]
+            if len(group["src_text"] + "".join(translations)) > int(SHORT[1]):
+                continue
+            best = translations[group["scores"].index(max(group["scores"]))]
+            texts.append({name: group[name] for name in ("src_text", "src_lang", "trg_lang")} | {"trg_text": best})
+            notes = [line.partition(": ")[2] for line in group["analysis"].splitlines()]
+            for note, translation in zip(notes, translations, strict=True):
+                demonstrations.append(texts[-1] | {"response": f"{note}\n```\n{translation}\n```"})
+        pq.write_table(pa.Table.from_pylist(texts), f"raw/texts{end}.parquet")
+        pq.write_table(pa.Table.from_pylist(demonstrations), f"raw/cot{end}.parquet")
+
+
+def test_grrm_from_scored_groups_to_a_policy_judged_by_the_trained_model(folder, real_data, plaudit):
+    from plaudit.prepare.tiny_model import make_tiny_model
+
+    page = PipelinePage("grrm.md", plaudit)
+    write_raw_rows(real_data)
+    template = re.search(rf'^````jinja title="{JUDGE}"\n(.*?)^````$', page.page.read_text(encoding="utf-8"), re.M | re.S)
+    assert template, f"{page.page} has no {JUDGE}"
+    Path(JUDGE).write_text(template[1])
+
+    # The judge
+    page.run("prepare ranking-sft", *SHORT, "--template", JUDGE, "--subgroup-augment", "4", "--shuffle-augment", "4")
+    page.run("prepare ranking-rl raw/ranking.parquet", *SHORT, "--template", JUDGE)
+    page.run("prepare ranking-rl raw/ranking_test.parquet", "--template", JUDGE)
+    sizes = {group["src_text"]: len(group["mt_texts"]) for group in read("raw/ranking.parquet")}
+    rows = Counter(row["extra_info"]["src_text"] for row in read("data/rl_towerblocks_mt_ranking.parquet"))
+    assert Counter(sizes[text] for text in rows) == {3: 2, 4: 3}
+    assert all(count == 11 if sizes[text] == 3 else 13 <= count <= 25 for text, count in rows.items())
+    assert len(read("data/rl_towerblocks_mt_ranking.test.parquet")) == len(read("raw/ranking_test.parquet"))
+
+    make_tiny_model(["data/sft_towerblocks_mt_ranking.parquet"], "models/judge_base", vocabulary=800)
+    sft = ("data.max_tokens=1024", "train.rows_per_step=16", "optim.lr=3e-3", "run.epochs=100")
+    page.run("sft recipes/grrm/sft.yaml", "model.path=models/judge_base", *sft, "run.max_steps=180")
+    assert losses_of("runs/grrm-sft")[-1] < 0.2
+    rl = ("data.max_prompt_tokens=256", "train.prompts_per_update=4", "validation.max_prompts=2", "optim.lr=1e-4")
+    page.run("rl recipes/grrm/rlvr.yaml", *rl, "rollout.max_new_tokens=128", "train.prompts_per_step=8", "run.max_steps=3")
+    judge_share = share_with_signal("runs/grrm-rlvr")
+
+    # The policy
+    page.run("prepare translation-sft")
+    page.run("prepare translation-rl raw/texts.parquet --out data/rl_towerblocks_mt.parquet")
+    page.run("prepare translation-rl raw/texts.parquet --out data/rl_towerblocks_mt_cla.parquet")
+    page.run("prepare translation-rl raw/texts_test.parquet")
+    assert [len(read(f"data/rl_towerblocks_mt{end}.parquet")) for end in ("", "_cla")] == [5, 10]
+    make_tiny_model(["data/sft_towerblocks_mt_cot.parquet"], "models/policy_base", vocabulary=800)
+    page.run("sft recipes/grrm/policy_sft.yaml", "model.path=models/policy_base", *sft, "run.max_steps=100")
+    judge = (
+        f"rewards.0.template={JUDGE}",
+        "rewards.0.model.max_prompt_tokens=256",
+        "rewards.0.sampling.max_new_tokens=128",
+        "rewards.0.max_failure_rate=0.5",  # a tiny judge is not always readable; such groups are dropped
+        "rewards.1.max_tokens=64",
+        "rewards.1.buffer_tokens=32",
+    )
+    steps = ("rollout.max_new_tokens=64", "train.prompts_per_step=4", "run.epochs=4", "run.max_steps=4")
+    page.run("rl recipes/grrm/policy_grpo.yaml", *rl, *judge, *steps)
+    policy_share = share_with_signal("runs/grrm-policy-grpo")
+    print(f"GRRM: rewards differ in {judge_share:.0%} of the judge's groups, and in {policy_share:.0%} of the policy's")
+    assert judge_share > 0.1
+    assert policy_share > 0.1
+
+    # What the judge saw and said
+    samples = read("runs/grrm-policy-grpo/samples")
+    assert all(sample["reward"] == -0.04 for sample in samples if sample["malformed"])
+    judged = [sample for sample in samples if sample["part/group_judge/judged"]]
+    assert len(judged) > len(samples) / 2
+    for sample in judged:
+        trace, view = json.loads(sample["trace/group_judge"]), sample["view/group_judge"]
+        _, block, end = sample["response"].split("```")
+        assert (view, end) == (block.strip(), "")
+        [letter] = re.findall(rf"^Translation ([A-D]):\n```\n{re.escape(view)}\n```$", trace["prompt"], re.M)
+        [score] = re.findall(rf"\b{letter}: (\d+)", trace["answer"].splitlines()[-1])
+        assert sample["part/group_judge"] == pytest.approx(int(score) / 100)

@@ -31,8 +31,8 @@ class PipelinePage:
             self.commands += [words[1:] for line in lines if (words := shlex.split(line, comments=True))[:1] == ["plaudit"]]
 
     def run(self, begins: str, *added: str, instead: Mapping[str, str] | None = None) -> str:
-        """Run the next command that begins like this; return what it prints. `instead`: other words for some of it (all must occur);
-        `added`: further settings."""
+        """Run the next command that begins like this; return what it prints. `instead`: other words for some of it (all must
+        occur); `added`: further settings."""
         other = dict(instead or {})
         at = next((i for i, words in enumerate(self.commands) if " ".join(words).startswith(begins)), None)
         assert at is not None, f"{self.page}: no further command begins with: plaudit {begins}"
