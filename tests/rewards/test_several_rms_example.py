@@ -3,9 +3,6 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 from types import ModuleType
 
 import pytest
@@ -14,6 +11,7 @@ from plaudit.scoring import Scorer
 from support.judges import backend_of, collect, make
 from support.paths import REPOSITORY
 from support.rewards import group
+from support.servers import similarity_service
 
 FOLDER = REPOSITORY / "recipes/several_rms"
 MODEL = {"url": "http://127.0.0.1:9", "placement": "server"}
@@ -82,31 +80,8 @@ def test_plugins_show_the_words_and_the_parts():
         assert "{response}" not in prompt
 
 
-@contextmanager
-def service(cosine: float) -> Iterator[tuple[str, list[dict]]]:
-    """A service that compares two texts; yields its address and what it was sent."""
-    received: list[dict] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            body = json.dumps({"sim": cosine}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", received
-        server.shutdown()
-
-
 def test_the_similarity_compares_the_words_of_response_and_reference(example, monkeypatch):
-    with service(0.75) as (url, received):
+    with similarity_service(lambda *_: 0.75) as (url, received):
         monkeypatch.setattr(example, "URL", url)
         score = example.compute_score("service", write(), json.dumps(TRUTH))
     assert received == [{"sent1": "Agent: We refund you.", "sent2": "Agent: We refund you."}]

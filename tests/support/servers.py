@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,27 @@ def stand_in_judge(key: str | None = None, answer_to: Callable[[str], str] | Non
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def similarity_service(cosine: Callable[[str, str], float]) -> Iterator[tuple[str, list[dict]]]:
+    """A service that compares two texts, as recipes/several_rms/bge_similarity.py calls it; yields its address and what it was
+    sent."""
+    received: list[dict] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            body = json.dumps({"sim": cosine(received[-1]["sent1"], received[-1]["sent2"])}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", received
+        server.shutdown()
