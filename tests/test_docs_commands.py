@@ -28,6 +28,8 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 CORE = ("docs/serve.md", "docs/tutorials/first_reward.md")
 """Pages whose commands need no torch, so that they take seconds. The others are slow tests."""
 PORTS = ("8000", "8321")
+# A reader needs longer to type the next command than a server to start.
+WAIT_FOR_SERVER = r"\g<0>\nuntil (: < /dev/tcp/127.0.0.1/\1) 2> /dev/null; do sleep 0.1; done"
 """Of servers that pages start. Others may use them on this machine, so each is replaced by a free one."""
 WARM = TESTS / "support/warm_plaudit.py"
 FENCED = re.compile(r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.M | re.S)
@@ -143,6 +145,7 @@ def paste(page: Path, folder: Path, *commands: Path) -> None:
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("*.png", "__pycache__"))
     for port in PORTS:
         script = script.replace(port, free_port())
+    script = re.sub(r"^.*--port (\d+).*&$", WAIT_FOR_SERVER, script, flags=re.M)
     (folder / "page.sh").write_text(script)
     search = [*map(str, commands), str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = {**os.environ, "PATH": os.pathsep.join(search), "PYTHONPATH": str(REPOSITORY)}

@@ -24,6 +24,8 @@ GRACE_S = 5.0
 """How long ranks may take to stop after one has failed, or after the second Ctrl-C."""
 DUMP_S = 3.0
 """How long a hanging rank may take to write down where it is."""
+WRITTEN_S = 0.5
+"""What a rank wrote down is complete when this long nothing was added."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -161,8 +163,12 @@ class WatchedGroup(ABC):
     def _show_stacks(self, silent: set[int]) -> None:
         self._request_stacks(silent)
         deadline = time.monotonic() + DUMP_S
-        while not all((where := self._where(silent)).values()) and time.monotonic() < deadline:
+        where, written_at = self._where(silent), time.monotonic()
+        # A rank writes down one thread after another, the main thread last.
+        while not (all(where.values()) and time.monotonic() - written_at > WRITTEN_S) and time.monotonic() < deadline:
             time.sleep(0.02)
+            if (now := self._where(silent)) != where:
+                where, written_at = now, time.monotonic()
         for rank in sorted(where):
             self._print(f"hangs at {where[rank] or 'a place that it could not report'}", rank)
 
