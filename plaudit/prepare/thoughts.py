@@ -206,7 +206,7 @@ def _call(
             file.write(asdict(written))
             show_done()
 
-        report = call_each(job.settings.model, limits, left, call, settle, answered=any(answers.values()))
+        report = call_each(job.settings.model, limits, left, call, settle)
     file.sync()
     return report
 

@@ -55,7 +55,7 @@ def call_each(
     call: Callable[[Backend, Item], Awaitable[Failure | None]],
     settle: Callable[[Item, Failure], None],
     *,
-    answered: bool,
+    answered: bool = False,
     at_once: int | None = None,
 ) -> CallReport:
     """Call `call` for each item, for `at_once` of them at the same time; default: as many as the limits allow calls. It keeps what
@@ -72,23 +72,34 @@ class Rejections(Generic[Item]):
         self._settle, self._answered = settle, answered
         self._open: deque[tuple[Item, Failure]] = deque()
         self._settled = 0
+        self._under_way: Counter[int] = Counter()
+        """Calls, by the number of rejections before they began."""
 
-    @property
-    def count(self) -> int:
-        """Rejected so far."""
-        return self._settled + len(self._open)
+    def begin(self) -> int:
+        """A call begins: how many rejections precede it."""
+        before = self._settled + len(self._open)
+        self._under_way[before] += 1
+        return before
+
+    def end(self, before: int) -> None:
+        """The call that began after `before` rejections is over."""
+        self._under_way[before] -= 1
+        if not self._under_way[before]:
+            del self._under_way[before]
 
     @property
     def too_many(self) -> bool:
-        # A server that has answered once rejects long prompts for their length alone, however many follow each other.
-        in_a_row = [failure for _, failure in self._open if failure.cause == REJECTED or not self._answered]
-        return len(in_a_row) >= REJECTIONS_IN_A_ROW
+        # Only those that precede all calls under way: rejections take no time, and answers may take minutes.
+        return min(self._under_way, default=self._settled + len(self._open)) - self._settled >= REJECTIONS_IN_A_ROW
 
     def add(self, item: Item, failure: Failure) -> None:
-        self._open.append((item, failure))
+        if failure.cause == CONTEXT and self._answered:  # it rejects long prompts for their length alone
+            self._settle(item, failure)
+        else:
+            self._open.append((item, failure))
 
     def answer(self, before: int) -> None:
-        """A call that began after `before` rejections was answered."""
+        """The call that began after `before` rejections was answered."""
         self._answered = True
         while self._settled < before:
             self._settle(*self._open.popleft())
@@ -120,8 +131,9 @@ async def _call_each(
         for item in left:
             if report.stopped is not None:
                 return
-            before = rejections.count
+            before = rejections.begin()
             failure = await call(backend, item)
+            rejections.end(before)
             if failure is None:
                 in_a_row = 0
                 rejections.answer(before)

@@ -1,7 +1,7 @@
 """Calls for many items: what stops them, and what becomes of items that the server rejects."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -18,13 +18,19 @@ SERVED = "served"
 class Calls:
     """Calls whose outcome is given by their number."""
 
-    def __init__(self, outcome: Callable[[int], str], at_once: int = 1, answered: bool = False, n: int = 400):
+    def __init__(
+        self, outcome: Callable[[int], str], at_once: int = 1, answered: bool = False, n: int = 400, slow: Sequence[int] = ()
+    ):
+        """`slow`: calls that are answered after the last one was begun."""
+        released = asyncio.Event()
         self.made: list[int] = []
         self.settled: list[int] = []
 
         async def call(backend: object, item: int) -> Failure | None:
             self.made.append(item)
-            await asyncio.sleep(0)
+            await (released.wait() if item in slow else asyncio.sleep(0))
+            if item == n - 1:
+                released.set()
             return None if (cause := outcome(item)) == SERVED else Failure(cause, "See the server's log.")
 
         with FaultServer() as server:
@@ -48,6 +54,13 @@ def test_an_answer_to_an_earlier_call_settles_nothing():
     calls = Calls(lambda item: SERVED if item == 0 else REJECTED, at_once=2, n=5)
     assert calls.settled == []
     assert calls.report.failures == {REJECTED: 4}
+
+
+def test_rejections_while_answers_are_awaited_do_not_stop_the_calls():
+    calls = Calls(lambda item: SERVED if item in (0, 399) else REJECTED, at_once=2, slow=[0])
+    assert len(calls.made) == 400
+    assert calls.report.stopped is None
+    assert calls.settled == list(range(1, 399))
 
 
 def test_a_server_that_rejects_every_call_is_left_alone():
