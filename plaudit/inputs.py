@@ -207,12 +207,14 @@ def require_servers(recipe: Recipe) -> None:
             raise RecipeError(f"reward '{name}': {error}") from None
 
 
-def require_model(settings: ModelSettings, prefix: str) -> None:
-    """What the model settings name exists: on this disk, or (`org/name`) on the hub."""
+def require_model(settings: ModelSettings, prefix: str, *, served: bool = False) -> None:
+    """What the model settings name exists: on this disk, or (`org/name`) on the hub. `served`: the model is on a server, and the
+    folder may have its tokenizer alone."""
     templates = [file.stem for file in (Path(__file__).parent / "data/named_templates").glob("*.jinja")]
     for setting, names in (("path", []), ("tokenizer", []), ("chat_template", templates)):
         _require_path(getattr(settings, setting), "MODEL" if prefix + setting == "path" else f"{prefix}{setting}", names)
-    _require_config(settings.path, f"{prefix}path" if prefix else "MODEL")
+    if not served:
+        _require_config(settings.path, f"{prefix}path" if prefix else "MODEL")
 
 
 def require_model_folder(path: str, setting: str) -> None:

@@ -11,9 +11,9 @@ from plaudit.other_systems.huggingface import SCHEDULES
 
 ROWS = {"sft": "train.rows_per_step", "dpo": "train.pairs_per_step", "reward-model": "train.pairs_per_step"}
 MANY = 10_000_000
+"""Rows that no file has: such a limit is none."""
 NEVER = 100_000
 """Steps that no run has: an interval that switches saving off."""
-"""Rows that no file has: such a limit is none."""
 AGGREGATIONS = {
     "dapo": "token-mean", "bnpo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm",
         "cispo": "token-mean",

@@ -56,7 +56,9 @@ def sample(
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(help="A server that has the model, such as http://127.0.0.1:8000; MODEL is its tokenizer's folder."),
+        typer.Option(
+            help="A server that has the model, such as http://127.0.0.1:8000; MODEL may then be a folder with its tokenizer alone."
+        ),
     ] = None,
     served_name: Annotated[str | None, typer.Option(help="With --url: the model's name there, if the server has several.")] = None,
     credential: Annotated[
@@ -83,7 +85,7 @@ def sample(
         raise typer.BadParameter("a server samples without them: leave them out.", param_hint="--top-k, --min-p")
     settings = ModelSettings(path=model, tokenizer=tokenizer, chat_template=chat_template, dtype=dtype)
     sources = resolve_sources(prompts, None, "PROMPTS")
-    require_model(settings, "")
+    require_model(settings, "", served=server is not None)
     require_causal_model(settings.path, "MODEL", "`plaudit sample` needs a model that generates text")
     file = response_file(settings.path, LONGCOT)
     longcot = read_longcot_config(file) if file.is_file() else None

@@ -5,7 +5,9 @@ other settings is not resumed. The model is in this process, or on a server. If 
 written as `{"thought": …, "answer": …, "text": …}`, with a null answer where a delimiter is missing.
 """
 
+import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -34,7 +36,7 @@ from plaudit.rollout.engine import MAX_SEQUENCES, Sampling
 from plaudit.rollout.groups import sample_groups
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.train.trainer import compute_repeatably
-from plaudit.types import Group
+from plaudit.types import Failure, Group
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,15 @@ def sample(job: SampleJob) -> int:
     print_line(loaded.summary(job.too_long, job.max_prompt_tokens))
     with open_resumable(job.out, _inputs(job, text_digest(template.text)), "sample") as file:
         done = set(file.done)
-        left = [encoded for encoded in prompts if encoded.prompt.id not in done]
+        left, left_out = [encoded for encoded in prompts if encoded.prompt.id not in done], 0
         if done:
             rest = "; resuming with the rest" if left else ""
             print_line(f"{job.out}: has {len(prompts) - len(left):,} of {len(prompts):,} prompts{rest}")
         if left and job.server is not None:
-            _sample_served(job, job.server, left, len(prompts), file)
+            left_out = _sample_served(job, job.server, left, len(prompts), file)
         elif left:
             _sample(job, left, template, len(prompts), file)
-    return len(prompts)
+    return len(prompts) - left_out
 
 
 def sample_table(model: ModelSettings, sources: Sequence[Source], settings: SampleSettings) -> pa.Table:
@@ -119,10 +121,12 @@ def _sample(job: SampleJob, left: list[EncodedPrompt], template: ChatTemplate, t
         file.sync()
 
 
-def _sample_served(job: SampleJob, server: RewardModel, left: list[EncodedPrompt], total: int, file: ResumableJsonl) -> None:
+def _sample_served(job: SampleJob, server: RewardModel, left: list[EncodedPrompt], total: int, file: ResumableJsonl) -> int:
+    """How many prompts are left out."""
     from plaudit.loops.served_sampling import sample_from_server
 
     began, tokens, done = time.perf_counter(), 0, total - len(left)
+    left_out: list[Failure] = []
     limits = ModelLimits(max_concurrent_calls=job.max_sequences or MAX_SEQUENCES["cuda"])
     with StepProgress("sample", total, done) as progress:
 
@@ -132,14 +136,28 @@ def _sample_served(job: SampleJob, server: RewardModel, left: list[EncodedPrompt
             tokens, done = tokens + sum(sample.num_tokens or 0 for sample in group.samples), done + 1
             progress.update(done, {"time/tokens_per_s": tokens / (time.perf_counter() - began)})
 
-        report = sample_from_server(server, limits, left, job.n, job.sampling, keep)
+        report = sample_from_server(
+            server, limits, left, job.n, job.sampling, keep, lambda _, failure: left_out.append(failure), answered=done > 0
+        )
     file.sync()
     print_line(describe_usage(report.totals))
     if report.failures:
         raise RunError(
-            f"{total - done:,} of {total:,} prompts have no responses: {report.causes}. Fix the cause, then run the same command "
-            f"to resume; {job.out} keeps the others."
+            f"{total - done - len(left_out):,} of {total:,} prompts have no responses: {report.causes}. Fix the cause, then run "
+            f"the same command to resume; {job.out} keeps the others."
         )
+    for cause, count in Counter(failure.cause for failure in left_out).items():
+        first = next(failure.message for failure in left_out if failure.cause == cause)
+        print_line(f"{count:,} of {total:,} prompts left out, which the server rejects: {first}", "yellow")
+    return len(left_out)
+
+
+def _served_model(server: RewardModel) -> dict[str, Any]:
+    """The model that the server has, so that another one in its place is noticed."""
+    from plaudit.reward_models.server_client import ServerClient
+
+    info = asyncio.run(ServerClient(server).require_server())
+    return {"server": {"path": info.name, "weights": info.weights, "dialect": server.dialect}}
 
 
 def load_engine(
@@ -179,10 +197,9 @@ def _response(text: str, longcot: Longcot | None) -> str | dict[str, str | None]
 
 def _inputs(job: SampleJob, template: str) -> dict[str, Any]:
     """Everything the responses depend on."""
-    served = job.server and job.server.model_dump(mode="json", include={"path", "dialect"})
     return {
         "model": job.model.model_dump(exclude={"liger"}),  # affects training only
-        **({"server": served} if served else {"weights": weights_fingerprint(model_folder(job.model.path))}),
+        **(_served_model(job.server) if job.server else {"weights": weights_fingerprint(model_folder(job.model.path))}),
         "prefill": job.prefill or None,
         "longcot": job.longcot and asdict(job.longcot),
         "chat template": template,

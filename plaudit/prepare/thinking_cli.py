@@ -44,7 +44,8 @@ def prepare_thoughts(
     """Have a strong model write thoughts and answers for prompts. Run the same command again to resume.
 
     Rows: `id`, `messages`, `thought`, `response`, `source`, in the order of the prompts. Every answer is kept in OUT.answers.jsonl
-    as it arrives: after a kill, no call is repeated. The exit status is 1 while calls for some prompts failed.
+    as it arrives: after a kill, no call is repeated. The exit status is 1 while calls for some prompts failed. Prompts that the
+    server rejects though it answers others are left out, and counted.
     """
     from plaudit.data.conversations import resolve_sources
     from plaudit.recipe.thoughts import ThoughtsSettings
@@ -60,7 +61,8 @@ def prepare_thoughts(
     from plaudit.prepare.thoughts import ThoughtsJob, write_thoughts
     from plaudit.report.progress import print_line
 
-    summary = write_thoughts(ThoughtsJob(settings, sources, out, not without_thoughts, tries, english, max_prompts))
+    job = ThoughtsJob(settings, sources, out, not without_thoughts, tries, english, max_prompts, allow_failures)
+    summary = write_thoughts(job)
     print(f"{out}: {summary}")
     if summary.unanswered and not allow_failures:
         print_line("Run the same command to call for the others again, or pass --allow-failures to accept this", "yellow")

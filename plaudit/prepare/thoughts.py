@@ -8,8 +8,9 @@ With thoughts, the last user message ends with a request for this form, and an a
     the thought ends at </think>, else at <response>; the response at </response>, else at the end
     neither is empty or contains one of the four tags, and the answer was not cut at max_new_tokens
 
-Another answer is requested if one is not accepted, then the prompt is left out. Every answer is recorded in `OUT.answers.jsonl` as
-soon as it arrives, so that nothing is called for twice after a kill; OUT is made of these, in the order of the prompts.
+Another answer is requested if one is not accepted, then the prompt is left out, as is one that the server rejects though it answers
+others. Every answer is recorded in `OUT.answers.jsonl` as soon as it arrives, so that nothing is called for twice after a kill; OUT
+is made of these, in the order of the prompts.
 """
 
 from collections import Counter
@@ -28,7 +29,7 @@ from plaudit.recipe.thoughts import ThoughtsSettings
 from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, print_line
 from plaudit.resumable import ResumableJsonl, open_resumable
-from plaudit.reward_models.backend import Backend, GenerationRequest, SamplingParams
+from plaudit.reward_models.backend import CONTEXT, Backend, GenerationRequest, SamplingParams
 from plaudit.reward_models.many_calls import CallReport, call_each
 from plaudit.reward_models.model_registry import describe_usage
 from plaudit.types import Failure, Message
@@ -63,6 +64,8 @@ class WrittenAnswer:
     """The prompt does not fit into the model's context: there is no text."""
     prompt_tokens: int = 0
     new_tokens: int = 0
+    rejected: str = ""
+    """Why the server rejects this prompt: there is no text."""
 
 
 @dataclass
@@ -95,6 +98,8 @@ class ThoughtsJob:
     tries: int = 2
     english: bool = False
     max_prompts: int | None = None
+    allow_failures: bool = False
+    """Write the rows there are, although no further calls can be made."""
 
 
 def write_thoughts(job: ThoughtsJob) -> ThoughtsSummary:
@@ -114,10 +119,10 @@ def write_thoughts(job: ThoughtsJob) -> ThoughtsSummary:
             print_line(f"{job.out}: has answers to {len(questions) - len(left):,} of {len(questions):,} prompts{rest}")
         if left:
             summary.calls = _call(job, left, len(questions), answers, file)
-    if summary.calls.stopped is not None:
+    if summary.calls.stopped is not None and not job.allow_failures:
         raise RunError(
             f"no further calls are made: {summary.calls.causes}. Fix the cause, then run the same command to resume; the answers "
-            f"so far are in {journal}"
+            f"so far are in {journal}. With --allow-failures, rows are made of these."
         )
     rows = []
     for question in questions:
@@ -174,8 +179,12 @@ def _call(
     activity, done = Activity(), total - len(left)
     with StepProgress("thoughts", total, done, activity=activity) as progress:
 
-        async def call(backend: Backend, question: Question) -> Failure | None:
+        def show_done() -> None:
             nonlocal done
+            done += 1
+            progress.update(done, {})
+
+        async def call(backend: Backend, question: Question) -> Failure | None:
             known = answers.setdefault(question.id, [])
             while not _settled(known, job):
                 request = GenerationRequest(_request(question, job), key=f"{question.id}#{len(known)}")
@@ -187,11 +196,17 @@ def _call(
                 )
                 known.append(written)
                 file.write(asdict(written))
-            done += 1
-            progress.update(done, {})
+            show_done()
             return None
 
-        report = call_each(job.settings.model, limits, left, call)
+        def settle(question: Question, failure: Failure) -> None:
+            too_long = failure.cause == CONTEXT
+            written = WrittenAnswer(question.id, "", too_long=too_long, rejected="" if too_long else failure.message)
+            answers[question.id].append(written)
+            file.write(asdict(written))
+            show_done()
+
+        report = call_each(job.settings.model, limits, left, call, settle)
     file.sync()
     return report
 
@@ -204,8 +219,10 @@ def _request(question: Question, job: ThoughtsJob) -> list[Message]:
 
 
 def _settled(answers: Sequence[WrittenAnswer], job: ThoughtsJob) -> bool:
-    """Whether no further answer is needed: one is accepted, or the tries are used up."""
-    return len(answers) >= job.tries or any(answer.too_long or _read(answer, job) is not None for answer in answers)
+    """Whether no further answer is needed: one is accepted, the server rejects the prompt, or the tries are used up."""
+    return len(answers) >= job.tries or any(
+        answer.too_long or answer.rejected or _read(answer, job) is not None for answer in answers
+    )
 
 
 # Answers -------------------------------------------------------------------------------------------------------------
@@ -213,7 +230,7 @@ def _settled(answers: Sequence[WrittenAnswer], job: ThoughtsJob) -> bool:
 
 def _read(answer: WrittenAnswer, job: ThoughtsJob) -> tuple[str, str] | None:
     """Thought and response of an answer that is accepted."""
-    if answer.truncated or answer.too_long:
+    if answer.truncated or answer.too_long or answer.rejected:
         return None
     return split_thought(answer.text) if job.thoughts else _plain_response(answer.text)
 
@@ -243,6 +260,8 @@ def _row(question: Question, answers: Sequence[WrittenAnswer], job: ThoughtsJob,
             summary.unanswered += 1
         elif any(answer.too_long for answer in answers):
             summary.left_out["longer than the model's context"] += 1
+        elif any(answer.rejected for answer in answers):
+            summary.left_out["rejected by the server"] += 1
         elif all(answer.truncated for answer in answers):
             summary.left_out[f"cut at sampling.max_new_tokens in {job.tries} tries"] += 1
         else:

@@ -18,6 +18,8 @@ UNAUTHORISED = "unauthorised"
 """The cause of a failure that every further call would repeat: the server does not accept the key."""
 REJECTED = "rejected"
 """The cause of a failure that the same request would repeat: the server does not accept it."""
+CONTEXT = "context"
+"""The cause of a failure that the same request would repeat: with max_new_tokens, it does not fit into the server's context."""
 SERVER_DIED = "server_died"
 """The cause of a failure that every further call would repeat: the server that was started for the model was lost too often."""
 

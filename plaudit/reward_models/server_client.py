@@ -22,7 +22,7 @@ from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.redaction import redact, redact_all
 from plaudit.report.progress import print_line
-from plaudit.reward_models.backend import Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore
+from plaudit.reward_models.backend import CONTEXT, Answer, Backend, GenerationRequest, ModelInfo, SamplingParams, ScalarScore
 from plaudit.reward_models.connection import Connection, Fault, Garbage, TooLong, key_hint, quote_error
 from plaudit.reward_models.replicas import Replica, Replicas
 from plaudit.seeding import stable_seed
@@ -89,13 +89,15 @@ class ServerClient(Backend):
     async def close(self) -> None:
         await self._connection.close()
 
-    async def require_server(self) -> None:
-        """Raises a RecipeError unless a server answers, has the model and accepts the key. Not opened after that."""
+    async def require_server(self) -> ModelInfo:
+        """The model that is served. Raises a RecipeError unless a server answers, has it and accepts the key. Not opened after
+        that."""
         await self._connection.__aenter__()
         try:
-            await self._find_models()
+            problems = await self._find_models()
         finally:
             await self.close()
+        return self._info(self._connection.replicas.all[problems.index(None)])
 
     async def _find_models(self) -> list[str | None]:
         """Each server's problem, if it has one. Raises if all of them do."""
@@ -212,7 +214,9 @@ class ServerClient(Backend):
         return self._generation(GenerationRequest([], text="1"), None, SamplingParams(max_new_tokens=1))
 
     def info(self) -> ModelInfo:
-        replica = self._connection.replicas.all[0]
+        return self._info(self._connection.replicas.all[0])
+
+    def _info(self, replica: Replica) -> ModelInfo:
         return ModelInfo(self._template, replica.max_tokens, redact(replica.model), redact(replica.weights))
 
     # Answers ----------------------------------------------------------------------------------------------------------
@@ -229,7 +233,7 @@ class ServerClient(Backend):
                 f"the server rejects every prompt with max_new_tokens {params.max_new_tokens} as too long for its context. Lower "
                 "sampling.max_new_tokens; if the prompts are long, set model.max_prompt_tokens and model.tokenizer"
             )
-            return [Answer(None, self.count_failure(Failure("context", message))) for _ in answers]
+            return [Answer(None, self.count_failure(Failure(CONTEXT, message))) for _ in answers]
         return answers
 
     async def _write(self, request: GenerationRequest, tokens: list[int] | Failure | None, params: SamplingParams) -> Answer:
@@ -240,7 +244,7 @@ class ServerClient(Backend):
             message = (
                 f"max_new_tokens {params.max_new_tokens} leaves no room for a prompt in the server's context of {context} tokens"
             )
-            return Answer(None, self.count_failure(Failure("context", message)))
+            return Answer(None, self.count_failure(Failure(CONTEXT, message)))
         limit = self.model.max_prompt_tokens
         if limit is not None and tokens is not None and len(tokens) > limit:
             return Answer(None, prompt_tokens=len(tokens), too_long=True)

@@ -175,6 +175,55 @@ def test_a_model_without_these_files_gives_plain_texts(tmp_path, plaudit, tiny_m
     assert {tuple(row["responses"]) for row in Source(tmp_path / "o.jsonl").rows()} == {(" words",)}
 
 
+@pytest.mark.parametrize("max_model_len", [None, 5000], ids=["unknown context", "known context"])
+def test_prompts_longer_than_the_server_s_context_are_left_out_and_counted(tmp_path, plaudit, tiny_model, max_model_len):
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": text} for text in ("long " * 500, "hi", "hello", "so " * 500)])
+    out = tmp_path / "out.jsonl"
+    with FaultServer(model="policy") as server:
+        server.max_model_len, server.longest_prompt = max_model_len, 200
+        command = ("sample", tiny_model, prompts, "--out", out, "-n", 2, "--url", server.url, "--max-sequences", 1)
+        for _ in range(2):  # resumed, nothing is left to be answered
+            code, text, err = plaudit(*command)
+            assert code == 0, err
+            assert text == f"{out}: 2 prompts with 2 responses each\n"
+            assert "2 of 4 prompts left out, which the server rejects: prompt prompts.jsonl:1 has" in " ".join(err.split())
+            assert sorted(row["id"] for row in rows_of(out)) == ["prompts.jsonl:2", "prompts.jsonl:3"]
+
+
+def test_a_server_on_which_no_prompt_fits_is_an_error_with_a_remedy(tmp_path, plaudit, tiny_model, prompts):
+    with FaultServer(model="policy") as server:
+        server.fault_for_all = "toolong"
+        command = ("sample", tiny_model, prompts, "--out", tmp_path / "out.jsonl", "--url", server.url)
+        code, _, err = plaudit(*command)
+        assert code == 2
+        assert "4 of 4 prompts have no responses: 4 context: " in err
+        assert "or lower --max-new-tokens" in " ".join(err.split())
+        server.fault_for_all = None
+        code, _, err = plaudit(*command, "--max-new-tokens", 8)
+        assert code == 0, err
+
+
+def test_another_model_on_the_server_is_noticed(tmp_path, plaudit, tiny_model, prompts):
+    with FaultServer(model="policy") as server:
+        command = ("sample", tiny_model, prompts, "--out", tmp_path / "out.jsonl", "--url", server.url)
+        assert plaudit(*command, "--max-prompts", 2)[0] == 0
+        server.model = "another"
+        code, _, err = plaudit(*command)
+        assert code == 2
+        assert 'server.path: "policy" there, "another" now' in err
+
+
+def test_with_a_server_the_tokenizer_alone_is_enough(tmp_path, plaudit, tiny_model, prompts):
+    load_tokenizer(str(tiny_model)).save_pretrained(tmp_path / "tokenizer")
+    assert not (tmp_path / "tokenizer/config.json").exists()
+    command = ("sample", tmp_path / "tokenizer", prompts, "--out", tmp_path / "out.jsonl")
+    assert "it has no config.json" in plaudit(*command)[2]
+    with FaultServer(model="policy") as server:
+        code, _, err = plaudit(*command, "--url", server.url)
+        assert code == 0, err
+    assert len(rows_of(tmp_path / "out.jsonl")) == 4
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

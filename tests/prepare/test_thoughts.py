@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from plaudit.data.rows import read_rows
 from plaudit.prepare.english import is_english
 from plaudit.prepare.thoughts import REQUEST, TAGS, has_tags, split_thought
+from plaudit.reward_models.many_calls import REJECTIONS_IN_A_ROW
 from support.fault_server import FaultServer
 from support.processes import Command
 from support.rows import write_jsonl
@@ -193,6 +194,39 @@ def test_kill_9_loses_no_answer(tmp_path, thoughts, writer):
     assert [row["id"] for row in read_rows(tmp_path / "out.jsonl")] == [f"q{i}" for i in range(30)]
 
 
+def test_prompts_that_the_server_rejects_do_not_stop_the_others(tmp_path, thoughts, writer):
+    """They are settled: later starts neither call for them again nor fail because of them."""
+    texts = [f"400 content {i}" for i in range(12)] + ["toolong this"] + [f"question {i}" for i in range(5)]
+    file = prompts(tmp_path, *texts)
+    code, out, err = thoughts(file, "limits.max_concurrent_calls=1")
+    assert code == 0, err
+    assert "5 rows of 18 prompts; 12 left out: rejected by the server; 1 left out: longer than the model's context; " in out
+    journal = [json.loads(line) for line in (tmp_path / "out.jsonl.answers.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in journal if "temperature must not be negative" in row["rejected"]] == [f"q{i}" for i in range(12)]
+    writer.requests.clear()
+    assert thoughts(file)[0] == 0
+    assert not writer.requests
+
+
+def test_a_server_that_rejects_every_call_settles_nothing(tmp_path, thoughts, writer):
+    """It began to in the middle: prompts that it may answer tomorrow are not left out."""
+    file = prompts(tmp_path, *(f"question {i}" for i in range(300)))
+    one = ("limits.max_concurrent_calls=1",)
+    assert thoughts(file, "--max-prompts", 3, *one)[0] == 0
+    writer.requests.clear()
+    writer.fault_for_all = "400"
+    code, _, err = thoughts(file, *one)
+    assert code == 2
+    assert len(writer.requests) == REJECTIONS_IN_A_ROW
+    assert "no further calls are made: 100 rejected: " in err
+    assert ".." not in err.replace("...", "")
+    code, out, err = thoughts(file, "--allow-failures", *one)
+    assert code == 0, err
+    assert "3 rows of 300 prompts; 297 without an answer (100 rejected: " in out
+    writer.fault_for_all = None
+    assert "300 rows of 300 prompts" in thoughts(file)[1]
+
+
 # Errors --------------------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +238,7 @@ def test_a_server_that_is_gone_stops_the_command_soon(tmp_path, thoughts, writer
     assert "no further calls are made: " in err
     assert "nothing listens there" in err
     assert "run the same command to resume" in err
+    assert ".." not in err.replace("...", "")
     writer.dies_after = None
     writer.requests.clear()
     writer.live()

@@ -61,6 +61,8 @@ class FaultServer:
     ):
         self.model, self.latency_s, self.port, self.key, self.retry_after = model, latency_s, port, key, retry_after
         self.max_model_len: int | None = None
+        self.longest_prompt: int | None = None
+        """In words, or in tokens if it gets tokens: longer ones do not fit."""
         self.others: list[str] = []
         """Further models that it lists."""
         self.fault_for_all: str | None = None
@@ -171,6 +173,8 @@ class FaultServer:
         """'reset:2 …': reset, for the first two tries."""
         found = re.match(rf"({'|'.join(FAULTS)})(?::(\d+))?\b", content)
         self.tries[content] += 1
+        if self.longest_prompt is not None and len(content.split()) > self.longest_prompt:
+            return "toolong"
         return found[1] if found and (found[2] is None or self.tries[content] <= int(found[2])) else None
 
     def _good(self, path: str, body: dict[str, Any], content: str) -> dict[str, Any]:
