@@ -11,6 +11,7 @@ Malformed, truncated, empty, overlong and unscored responses are excluded: a mal
 """
 
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -194,7 +195,7 @@ def _usable(row: dict[str, Any], prompt: list[Message], where: str, rules: PairR
     status, malformed = _per_response(row, "status", texts, where), _per_response(row, "malformed", texts, where)
     answers, usable = split_answers(row, len(texts)), []
     for text, answer, reward, count, state, broken in zip(texts, answers, rewards, counts, status, malformed, strict=True):
-        if reward is None:
+        if reward is None or not math.isfinite(reward):
             excluded["without a score"] += 1
         elif state == "truncated":
             excluded["truncated"] += 1

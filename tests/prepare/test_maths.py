@@ -113,6 +113,17 @@ def test_bad_rows_are_named(tmp_path, change, message):
     assert not (tmp_path / "rl.parquet").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [({"meta": {}}, "meta"), ({"meta": {"a": [{}]}}, "meta.a.item"), ({"extra_info": {"a": {}}}, "extra_info.a")],
+)
+def test_objects_without_fields_need_jsonl(tmp_path, change, name):
+    file = rows(tmp_path, change)
+    with pytest.raises(DataError, match=f"column '{name}' has objects without any field, which parquet cannot store"):
+        make_math_rl([file], tmp_path / "rl.parquet")
+    assert len(rl(file, tmp_path / "rl.jsonl")) == 3
+
+
 def test_missing_columns_are_reported(tmp_path):
     file = write_jsonl(tmp_path / "o.jsonl", [{"frage": "2 + 3?", "answer": "5"}])
     with pytest.raises(

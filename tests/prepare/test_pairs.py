@@ -46,6 +46,14 @@ def test_a_malformed_response_is_never_rejected(pairs):
     assert "; responses left out: 1 malformed\n" in out
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_not_finite_is_no_score(pairs, reward):
+    code, out, _, made = pairs([row(["a", "b", "c"], [reward, 1.0, 2.0])])
+    assert code == 0
+    assert sides(made) == [("c", "b")]
+    assert "; responses left out: 1 without a score\n" in out
+
+
 def test_what_was_left_out_is_counted_by_reason(pairs):
     rows = [
         row(
