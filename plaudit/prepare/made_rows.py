@@ -106,7 +106,7 @@ def write_rows(out: Path, batches: Iterable[pa.Table], schema: pa.Schema, summar
 def _write_parquet(file: Path, batches: Iterable[pa.Table], schema: pa.Schema) -> int:
     if empty := [path for column in schema for path in _empty_structs(column)]:
         raise DataError(
-            f"column {empty[0]!r} has objects without any field, which parquet cannot store: remove it, or give --out the ending .jsonl"
+            f"column {empty[0]!r} has objects without any field, which parquet cannot store: remove it, or write .jsonl"
         )
     count = 0
     with parquet.ParquetWriter(file, schema, use_dictionary=cast(bool, _repeated_columns(schema))) as writer:

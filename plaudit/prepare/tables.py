@@ -23,7 +23,7 @@ import pyarrow.compute
 from plaudit.data.conversations import describe_type
 from plaudit.data.rows import Rows, read_rows
 from plaudit.errors import DataError
-from plaudit.prepare.languages import LANGUAGES, language_name
+from plaudit.languages import language_name, unknown_language
 
 compute: Any = pyarrow.compute
 """Its functions are made when it is imported: type checkers know none of them."""
@@ -146,14 +146,7 @@ class Table:
         encoded = written.dictionary_encode()
         names = [language_name(one) for one in encoded.dictionary.to_pylist()]
         named = pa.array(names, TEXT).take(encoded.indices)
-        known = " ".join(LANGUAGES)
-        self.reject(
-            named.is_null(),
-            "with an unknown language",
-            lambda i: (
-                f"column {name!r}: {written[i].as_py()!r} is no known language code ({known}); write the language's name instead"
-            ),
-        )
+        self.reject(named.is_null(), "with an unknown language", lambda i: unknown_language(name, written[i].as_py()))
         return written, named.fill_null("")
 
     def text_lists(self, name: str, fewest: int, most: int) -> Lists:

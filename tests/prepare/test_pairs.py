@@ -160,6 +160,7 @@ def test_pairs_of_one_group_are_all_on_one_side(tmp_path, plaudit):
     ("change", "message"),
     [
         ({"src_text": ""}, "groups.jsonl: row 1: column 'src_text' should be text"),
+        ({"trg_lang": "xx"}, "row 1: column 'trg_lang': 'xx' is no known language code"),
         ({"scores": [1, 2]}, "row 1: `reward` should be a number for each of the 4 responses"),
     ],
 )
