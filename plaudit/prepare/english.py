@@ -37,8 +37,8 @@ for _language, _words in SHORT_WORDS.items():
 
 def is_english(text: str) -> bool:
     """Mostly Latin letters, and no other language has more of its short words in it."""
-    words = _WORD.findall(text[:MAX_CHARACTERS].lower())
-    letters = "".join(words)
+    words = ["".join(filter(str.isalpha, word)) for word in _WORD.findall(text[:MAX_CHARACTERS].lower())]  # without the ² of x²
+    letters = "".join(word for word in words if not _is_variable(word))
     if sum(map(_is_latin, letters)) < LATIN_SHARE * len(letters):
         return False
     found = Counter(language for word in words for language in _LANGUAGES_OF.get(word, ()))
@@ -47,3 +47,8 @@ def is_english(text: str) -> bool:
 
 def _is_latin(letter: str) -> bool:
     return letter.isascii() or unicodedata.name(letter, "").startswith("LATIN")
+
+
+def _is_variable(word: str) -> bool:
+    """A single letter, as in Σ x². A character of Chinese has no upper case, and is a word."""
+    return len(word) == 1 and word != word.upper()

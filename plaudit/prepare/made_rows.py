@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -104,12 +104,25 @@ def write_rows(out: Path, batches: Iterable[pa.Table], schema: pa.Schema, summar
 
 
 def _write_parquet(file: Path, batches: Iterable[pa.Table], schema: pa.Schema) -> int:
+    if empty := [path for column in schema for path in _empty_structs(column)]:
+        raise DataError(
+            f"column {empty[0]!r} has objects without any field, which parquet cannot store: remove it, or write .jsonl"
+        )
     count = 0
     with parquet.ParquetWriter(file, schema, use_dictionary=cast(bool, _repeated_columns(schema))) as writer:
         for batch in batches:
             writer.write_table(batch)
             count += len(batch)
     return count
+
+
+def _empty_structs(field: pa.Field) -> Iterator[str]:
+    """Paths of objects that have no fields."""
+    children = [field.type.field(i) for i in range(field.type.num_fields)]
+    if pa.types.is_struct(field.type) and not children:
+        yield field.name
+    for child in children:
+        yield from (f"{field.name}.{path}" for path in _empty_structs(child))
 
 
 def _repeated_columns(schema: pa.Schema) -> list[str]:

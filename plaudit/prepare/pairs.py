@@ -11,6 +11,7 @@ Malformed, truncated, empty, overlong and unscored responses are excluded: a mal
 """
 
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from plaudit.data.rollouts import parse_token_counts, split_answers, split_respo
 from plaudit.data.rows import Rows, read_rows
 from plaudit.errors import DataError
 from plaudit.files import write_atomic
-from plaudit.prepare.languages import LANGUAGES
+from plaudit.languages import language_name, unknown_language
 from plaudit.prepare.scored_groups import Columns
 from plaudit.prepare.token_counts import TokenCounter
 from plaudit.types import Message
@@ -179,8 +180,15 @@ def _task(row: dict[str, Any], where: str) -> list[Message]:
     for column in TRANSLATION:
         if not isinstance(row[column], str) or not row[column].strip():
             raise DataError(f"{where}: column {column!r} should be text, not {describe_type(row[column])}")
-    source, target = (LANGUAGES.get(row[column].lower(), row[column]) for column in ("src_lang", "trg_lang"))
+    source, target = (_language(row[column], column, where) for column in ("src_lang", "trg_lang"))
     return [{"role": "user", "content": f"Translate from {source} into {target}:\n\n{row['src_text'].strip()}"}]
+
+
+def _language(written: str, column: str, where: str) -> str:
+    name = language_name(written)
+    if name is None:
+        raise DataError(f"{where}: {unknown_language(column, written)}")
+    return name
 
 
 def _usable(row: dict[str, Any], prompt: list[Message], where: str, rules: PairRules, excluded: Counter[str]) -> list[Scored]:
@@ -194,7 +202,7 @@ def _usable(row: dict[str, Any], prompt: list[Message], where: str, rules: PairR
     status, malformed = _per_response(row, "status", texts, where), _per_response(row, "malformed", texts, where)
     answers, usable = split_answers(row, len(texts)), []
     for text, answer, reward, count, state, broken in zip(texts, answers, rewards, counts, status, malformed, strict=True):
-        if reward is None:
+        if reward is None or not math.isfinite(reward):
             excluded["without a score"] += 1
         elif state == "truncated":
             excluded["truncated"] += 1

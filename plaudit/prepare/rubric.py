@@ -16,7 +16,7 @@ import pyarrow as pa
 from plaudit.prepare.columnar_templates import ColumnarTemplate, Shown
 from plaudit.prepare.made_rows import BATCH_ROWS, RowSummary, messages, rl_rows, rl_schema, write_rows
 from plaudit.prepare.pointwise import template_constants, trained_judge
-from plaudit.prepare.tables import TEXT, Table
+from plaudit.prepare.tables import TEXT, Table, describe_text, is_blank
 from plaudit.rewards.judges.judge import Judge
 
 RL_SCHEMA = rl_schema({"question": pa.string(), "criteria": pa.string(), "answer": pa.string()})
@@ -66,8 +66,13 @@ def _rubrics(table: Table, name: str) -> pa.Array:
     """A list of criteria becomes a line for each."""
 
     def lines(value: Any) -> Any:
-        return "\n".join(f"- {one}" for one in value) if isinstance(value, list) else value
+        return "\n".join(f"- {one}" for one in value if str(one).strip()) if isinstance(value, list) else value
+
+    def describe(i: int) -> str:
+        value = lines(table.row(i).get(name))
+        problem = describe_text(value) if isinstance(value, str) and value.strip() else "empty"
+        return f"column {name!r} is {problem}; an answer is graded by its criteria"
 
     column = table.printed(name, lines)
-    table.reject(column.is_null(), f"without {name}", lambda _: f"column {name!r} is empty; an answer is graded by its criteria")
+    table.reject(is_blank(column), f"without {name}", describe)
     return column

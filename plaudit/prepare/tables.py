@@ -23,7 +23,7 @@ import pyarrow.compute
 from plaudit.data.conversations import describe_type
 from plaudit.data.rows import Rows, read_rows
 from plaudit.errors import DataError
-from plaudit.prepare.languages import LANGUAGES, language_name
+from plaudit.languages import language_name, unknown_language
 
 compute: Any = pyarrow.compute
 """Its functions are made when it is imported: type checkers know none of them."""
@@ -104,9 +104,9 @@ class Table:
         """Text without white space around it. A row without any is bad."""
         column = compute.utf8_trim_whitespace(self._column(name, TEXT))
         self.reject(
-            _is_blank(column),
+            is_blank(column),
             f"without {name}",
-            lambda i: f"column {name!r} should be text, not {_describe_text(self.row(i).get(name))}",
+            lambda i: f"column {name!r} should be text, not {describe_text(self.row(i).get(name))}",
         )
         return column.fill_null("")
 
@@ -119,9 +119,9 @@ class Table:
         column = compute.utf8_trim_whitespace(pa.array(values, TEXT))
 
         def describe(i: int) -> str:
-            return f"column {name!r} should be text, a number or an object, not {_describe_text(self.row(i).get(name))}"
+            return f"column {name!r} should be text, a number or an object, not {describe_text(self.row(i).get(name))}"
 
-        self.reject(_is_blank(column), f"without {name}", describe)
+        self.reject(is_blank(column), f"without {name}", describe)
         return column.fill_null("")
 
     def optional_text(self, name: str | None) -> pa.Array:
@@ -146,14 +146,7 @@ class Table:
         encoded = written.dictionary_encode()
         names = [language_name(one) for one in encoded.dictionary.to_pylist()]
         named = pa.array(names, TEXT).take(encoded.indices)
-        known = " ".join(LANGUAGES)
-        self.reject(
-            named.is_null(),
-            "with an unknown language",
-            lambda i: (
-                f"column {name!r}: {written[i].as_py()!r} is no known language code ({known}); write the language's name instead"
-            ),
-        )
+        self.reject(named.is_null(), "with an unknown language", lambda i: unknown_language(name, written[i].as_py()))
         return written, named.fill_null("")
 
     def text_lists(self, name: str, fewest: int, most: int) -> Lists:
@@ -169,11 +162,11 @@ class Table:
         self.reject((sizes < fewest) | (sizes > most), f"without {fewest} to {most} {name}", describe)
         lists = _lists(column)
         items = compute.utf8_trim_whitespace(lists.items)
-        empty = np.asarray(_is_blank(items))
+        empty = np.asarray(is_blank(items))
 
         def describe_item(i: int) -> str:
             j = int(np.flatnonzero(empty[lists.offsets[i] : lists.offsets[i + 1]])[0])
-            return f"column {name!r}, candidate {j} should be text, not {_describe_text(self.row(i)[name][j])}"
+            return f"column {name!r}, candidate {j} should be text, not {describe_text(self.row(i)[name][j])}"
 
         self.reject(any_in_lists(empty, lists.offsets), f"with an empty entry in {name}", describe_item)
         return Lists(lists.offsets, items.fill_null(""))
@@ -217,17 +210,17 @@ class Table:
         return numbers
 
     def printed(self, name: str, finalize: Callable[[Any], Any] = lambda value: value) -> pa.Array:
-        """What a template writes for a column's values; null where there is none."""
+        """What a template writes for a column's values; null where there is none, or one with unpaired surrogates."""
         chunks = [rows.column(name) for rows in self._files]
         if all(_is_text(chunk) for chunk in chunks):
             return self._column(name, TEXT)
         values = [value for chunk in chunks for value in (chunk if isinstance(chunk, list) else chunk.to_pylist())]
-        return pa.array([None if value is None else str(finalize(value)) for value in values], TEXT)
+        return pa.array([None if value is None else _clean(str(finalize(value)), TEXT) for value in values], TEXT)
 
     def is_filled_text(self, name: str) -> bool:
         """Whether every row has text in this column."""
         chunks = [rows.column(name) for rows in self._files]
-        return all(map(_is_text, chunks)) and not compute.any(_is_blank(self._column(name, TEXT))).as_py()
+        return all(map(_is_text, chunks)) and not compute.any(is_blank(self._column(name, TEXT))).as_py()
 
     def other_columns(self, known: Iterable[str]) -> dict[str, pa.ChunkedArray]:
         """Columns with none of these names, as they are."""
@@ -260,7 +253,7 @@ def _lists(column: pa.Array) -> Lists:
     return Lists(np.concatenate([[0], np.cumsum(sizes)]), compute.list_flatten(column))
 
 
-def _is_blank(texts: pa.Array) -> pa.Array:
+def is_blank(texts: pa.Array) -> pa.Array:
     return compute.equal(compute.binary_length(compute.utf8_trim_whitespace(texts)), 0).fill_null(True)
 
 
@@ -270,7 +263,7 @@ def _is_text(column: "pa.ChunkedArray | list[Any]") -> bool:
     return pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
 
 
-def _describe_text(value: Any) -> str:
+def describe_text(value: Any) -> str:
     if isinstance(value, str):
         return "text with unpaired surrogates" if value.strip() else "an empty str"
     return describe_type(value)

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from plaudit.languages import LANGUAGES, base_language
 from plaudit.prepare.columnar_templates import ColumnarTemplate, Shown
-from plaudit.prepare.languages import LANGUAGES
 from plaudit.prepare.made_rows import BATCH_ROWS, SFT_SCHEMA, RowSummary, messages, rl_rows, rl_schema, write_rows
 from plaudit.prepare.scored_groups import EXTRA_INFO, translation_task
 from plaudit.prepare.tables import TEXT, Table, compute
@@ -104,7 +104,9 @@ class _Texts:
         names = pa.array([LANGUAGES[code] for code in targets], TEXT)
         chance = rng.random((len(rows), len(targets)))
         for column in (self.source_name, self.target_name):
-            own = np.asarray(compute.index_in(column.take(pa.array(rows)), value_set=names).fill_null(-1))
+            encoded = column.take(pa.array(rows)).dictionary_encode()
+            languages = pa.array(map(base_language, encoded.dictionary.to_pylist()), TEXT).take(encoded.indices)
+            own = np.asarray(compute.index_in(languages, value_set=names).fill_null(-1))
             known = np.flatnonzero(own >= 0)
             chance[known, own[known]] = np.inf
         return chance.argmin(1)

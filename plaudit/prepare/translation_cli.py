@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from plaudit.prepare.languages import LANGUAGES
+from plaudit.languages import LANGUAGES
 from plaudit.prepare.options import OutFile, RowOrderSeed, SkipBadRows, find_template, report
 from plaudit.prepare.row_files import require_row_file
 

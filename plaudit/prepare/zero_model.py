@@ -3,7 +3,8 @@
     thinking        <think> thoughts </think> <response> reply </response>
     not thinking    <response> reply </response>
 
-A base model continues text, so the template describes a conversation of that form and ends with the assistant's name. The folder
+A base model continues text, so the template describes a conversation of that form and ends with the assistant's name. A system
+message is a paragraph between the description and the turns; a message of a tool or developer is an error. The folder
 also gets an end token that ends a turn, `stop.txt` (a response ends at `</response>`, which no base model follows by an end token)
 and `longcot_config.json` (the reply is what rewards see; thoughts begin with `<think>`).
 """
@@ -47,6 +48,10 @@ TEMPLATE = """{{{{- bos_token or "" -}}}}
 {{{{- "User: <query>" + (message.content | trim) + "</query>\\n" -}}}}
 {{%- elif message.role == "assistant" -%}}
 {{{{- "Assistant: " + (message.content | trim) + eos_token + "\\n" -}}}}
+{{%- elif message.role == "system" -%}}
+{{{{- (message.content | trim) + "\\n\\n" -}}}}
+{{%- else -%}}
+{{{{- raise_exception("a zero model's template has system, user and assistant messages, none with the role " ~ message.role) -}}}}
 {{%- endif -%}}
 {{%- endfor -%}}
 {{%- if add_generation_prompt -%}}

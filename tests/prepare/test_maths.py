@@ -51,6 +51,34 @@ def test_the_truth_may_be_a_part_of_the_answer(tmp_path):
         make_math_rl([tmp_path / "g.jsonl"], tmp_path / "x.parquet", answer_in="boxed")
 
 
+@pytest.mark.parametrize(
+    ("written", "truth"),
+    [("(1,2)", "(1,2)"), ("$1,200,000.50", "$1200000.50"), ("1,2,3", "1,2,3"), ("1,234 and 12,34", "1234 and 12,34")],
+)
+def test_only_thousands_separators_are_removed(tmp_path, written, truth):
+    file = write_jsonl(tmp_path / "g.jsonl", [{"question": "q", "answer": f"a #### {written}"}])
+    assert rl(file, tmp_path / "h.parquet", answer_in="hashes")[0].ground_truth == truth
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_own_fields_reach_the_rewards(tmp_path, suffix, as_text):
+    extra = {"level": 3, "index": 8, "question": "old"}
+    row = {"question": "q", "answer": "1", "solution": "long", "split": "dev", "ability": "x"}
+    row["extra_info"] = json.dumps(extra) if as_text else extra
+    lines: list[str] = []
+    [prompt] = rl(write_jsonl(tmp_path / "own.jsonl", [row]), tmp_path / f"rl.{suffix}", report=lines.append)
+    expected = {"level": 3, "index": 8, "question": "q", "solution": "long", "split": "dev"}
+    assert {name: prompt.extra_info[name] for name in expected} == expected
+    [line] = lines
+    assert "left out ability, extra_info.question" in line
+
+
+def test_extra_info_that_is_no_object_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"row 3: extra_info should be an object, not str"):
+        make_math_rl([rows(tmp_path, {"extra_info": "x"})], tmp_path / "rl.parquet")
+
+
 def test_sources_come_from_the_option_the_column_or_are_math(tmp_path):
     assert {prompt.data_source for prompt in rl(rows(tmp_path), tmp_path / "a.parquet")} == {"math"}
     file = write_jsonl(tmp_path / "s.jsonl", [row | {"data_source": f"s{i}"} for i, row in enumerate(ROWS)])
@@ -83,6 +111,17 @@ def test_bad_rows_are_named(tmp_path, change, message):
     with pytest.raises(DataError, match=message):
         make_math_rl([rows(tmp_path, change)], tmp_path / "rl.parquet")
     assert not (tmp_path / "rl.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [({"meta": {}}, "meta"), ({"meta": {"a": [{}]}}, "meta.a.item"), ({"extra_info": {"a": {}}}, "extra_info.a")],
+)
+def test_objects_without_fields_need_jsonl(tmp_path, change, name):
+    file = rows(tmp_path, change)
+    with pytest.raises(DataError, match=f"column '{name}' has objects without any field, which parquet cannot store"):
+        make_math_rl([file], tmp_path / "rl.parquet")
+    assert len(rl(file, tmp_path / "rl.jsonl")) == 3
 
 
 def test_missing_columns_are_reported(tmp_path):

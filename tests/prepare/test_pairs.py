@@ -46,6 +46,14 @@ def test_a_malformed_response_is_never_rejected(pairs):
     assert "; responses left out: 1 malformed\n" in out
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_not_finite_is_no_score(pairs, reward):
+    code, out, _, made = pairs([row(["a", "b", "c"], [reward, 1.0, 2.0])])
+    assert code == 0
+    assert sides(made) == [("c", "b")]
+    assert "; responses left out: 1 without a score\n" in out
+
+
 def test_what_was_left_out_is_counted_by_reason(pairs):
     rows = [
         row(
@@ -152,6 +160,7 @@ def test_pairs_of_one_group_are_all_on_one_side(tmp_path, plaudit):
     ("change", "message"),
     [
         ({"src_text": ""}, "groups.jsonl: row 1: column 'src_text' should be text"),
+        ({"trg_lang": "xx"}, "row 1: column 'trg_lang': 'xx' is no known language code"),
         ({"scores": [1, 2]}, "row 1: `reward` should be a number for each of the 4 responses"),
     ],
 )

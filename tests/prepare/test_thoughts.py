@@ -148,9 +148,16 @@ def test_prompts_in_other_languages_can_be_left_out(tmp_path, thoughts):
     assert "2 rows of 4 prompts; 2 left out: not in English" in out
 
 
-@pytest.mark.parametrize("text", ["", "12", "def f(x): return x + y", "Write a poem about the sea.", "Bonjour"])
+@pytest.mark.parametrize(
+    "text", ["", "12", "def f(x): return x + y", "Write a poem about the sea.", "Bonjour", "Σ x²", "α + β = π"]
+)
 def test_text_that_shows_no_other_language_passes_as_english(text):
     assert is_english(text)
+
+
+@pytest.mark.parametrize("text", ["Напиши", "好", "καλημέρα, x²", "Schreibe ein Gedicht"])
+def test_text_in_another_language_is_not_english(text):
+    assert not is_english(text)
 
 
 # Resuming ------------------------------------------------------------------------------------------------------------

@@ -67,6 +67,14 @@ def test_cross_lingual_rows_have_another_target_and_no_reference(tmp_path):
     assert again.read_bytes() == first
 
 
+@pytest.mark.parametrize("written", ["zh-CN", "zho_Hans", "chinese", "Simplified Chinese"])
+def test_cross_lingual_rows_avoid_the_language_however_it_is_written(tmp_path, written):
+    file = texts(tmp_path, *({"src_text": f"T {i}.", "trg_lang": written} for i in range(50)))
+    prompts = rl(file, tmp_path / "rl.parquet", cross_lingual=True, targets=("en", "zh", "fr"))
+    names = Counter(prompt.extra_info["trg_language"] for prompt in prompts)
+    assert names == {"French": 50, written if " " in written else "Chinese": 50}
+
+
 def test_a_judge_of_these_rows_gets_the_prompts_it_was_trained_with(tmp_path):
     [policy] = rl(texts(tmp_path), tmp_path / "rl.parquet")
     two = {"mt_texts": ["Guten Abend.", "Guten Morgen."], "scores": [2, 9]}

@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plaudit.data.templates import ChatTemplate, load_template, load_tokenizer
+from plaudit.errors import DataError
 from plaudit.files import fingerprint
 from plaudit.prepare.zero_model import make_zero_model
 from plaudit.recipe import View
@@ -37,7 +38,14 @@ def test_the_template_asks_for_the_form_and_shows_turns(zero, thinking):
     assert turns == f"User: <query>Hi</query>\nAssistant: {REPLY['content']}<|im_end|>\nUser: <query>Hi</query>\nAssistant:"
     assert ("<think>" in description) == thinking
     assert "<response>" in description
-    assert template.render([{"role": "system", "content": "Be brief."}, USER]) == template.render([USER]), "other roles are ignored"
+    with_system = template.render([{"role": "system", "content": " Be brief. "}, USER])
+    assert with_system == template.render([USER]).replace("\n\nUser:", "\n\nBe brief.\n\nUser:")
+
+
+@pytest.mark.parametrize("role", ["tool", "developer"])
+def test_a_role_without_a_form_is_refused(zero, role):
+    with pytest.raises(DataError, match=f"none with the role {role}"):
+        template_of(zero()).example(Conversation([USER, {"role": role, "content": "4"}, REPLY]), "here")
 
 
 def test_only_the_assistant_s_turn_and_its_end_are_trained_on(zero):

@@ -13,9 +13,7 @@ from plaudit.rewards.reward import Rule
 from plaudit.rewards.rules.translation import LiveTranslationRule, score_translation, target_language
 from plaudit.types import Prompt, Sample, Score
 
-TOKENIZERS = {"zh": "zh", "chinese": "zh"} | dict.fromkeys(
-    ("ja", "japanese", "th", "thai", "lo", "lao", "km", "khmer", "my", "burmese"), "char"
-)
+TOKENIZERS = {"Chinese": "zh"} | dict.fromkeys(("Japanese", "Thai", "Lao", "Khmer", "Burmese"), "char")
 """By language, of those that are written without spaces; others have sacrebleu's default, 13a."""
 
 

@@ -3,7 +3,7 @@
 What no translator would write is malformed, or a policy would earn a part of the reward with it:
 
     it is empty                                        sacrebleu gives 0 as well
-    it is the source text, which is not the reference  names, numbers and cognates would count
+    it is the source text, which is not the reference  names, numbers and cognates would count; punctuation does not matter
     it is longer than 5 times the reference            a list of variants contains the right words: recall counts most in chrF
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 from plaudit.errors import RecipeError, install_extra
+from plaudit.languages import base_language
 from plaudit.rewards.reward import LiveRule
 from plaudit.rewards.rules.ground_truth import no_truth, read_texts
 from plaudit.types import Prompt, Sample, Score
@@ -49,10 +50,10 @@ def score_translation(prompt: Prompt, sample: Sample, kind: str, percent: Callab
 
 
 def target_language(prompt: Prompt) -> str:
-    """`zh` of `zh`, `zh-CN` and `zh_Hans`, `chinese` of `Chinese (simplified)`; empty if the row does not say."""
-    words = str(prompt.extra_info.get(LANGUAGE) or "").replace("-", " ").replace("_", " ").casefold().split()
-    return words[0] if words else ""
+    """Its English name: `Chinese` of `zh-CN`, `zho_Hans` and `Simplified Chinese`; empty if the row does not say."""
+    return base_language(str(prompt.extra_info.get(LANGUAGE) or ""))
 
 
 def _folded(text: str) -> str:
-    return " ".join(text.casefold().split())
+    """Letters and digits: a copy with other punctuation is still a copy."""
+    return "".join(filter(str.isalnum, text.casefold()))

@@ -45,7 +45,7 @@ def test_numbers_are_sacrebleus():
     assert got == pytest.approx([sacrebleu.sentence_chrf(one, references, word_order=2).score / 100 for one in responses])
 
 
-@pytest.mark.parametrize("language", ["zh", "zh-CN", "ZH_Hans", "Chinese", "Chinese (simplified)"])
+@pytest.mark.parametrize("language", ["zh", "ZH_Hans", "Chinese (simplified)", "Simplified Chinese", "zho_Hans", "cmn"])
 def test_the_tokeniser_is_that_of_the_target_language(language):
     sacrebleu = pytest.importorskip("sacrebleu", reason="needs plaudit[translation]")
     response = "委员会未经投票通过了报告。"
@@ -55,6 +55,21 @@ def test_the_tokeniser_is_that_of_the_target_language(language):
     assert scored("bleu", response, truth=CHINESE, trg_lang="de")["reward"] == [0.0]  # one word in 13a
     fixed = scored("bleu", response, truth=CHINESE, trg_lang="de", settings={"tokenizer": "zh"})
     assert fixed["reward"] == [pytest.approx(expected)]
+
+
+@pytest.mark.parametrize("language", ["ja", "jpn", "jpn_Jpan", "japanese", "Thai", "lao", "khm_Khmr", "my-MM"])
+def test_languages_without_spaces_are_compared_by_character(language):
+    row = scored("bleu", "私は猫です", truth="私は犬です", trg_lang=language)
+    assert row["reward"] == scored("bleu", "私は猫です", truth="私は犬です", settings={"tokenizer": "char"})["reward"]
+    assert row["reward"][0] > 0.1
+
+
+@pytest.mark.parametrize("kind", ["bleu", "chrf"])
+@pytest.mark.parametrize("form", ["{} .", '"{}"', "*{}*", "{}…"])
+def test_a_copy_with_other_punctuation_is_a_copy(kind, form):
+    source, truth = "Am 3. Juli traf Angela Merkel Emmanuel Macron.", "On 3 July Angela Merkel met Emmanuel Macron."
+    assert scored(kind, form.format(source), truth=truth, src_text=source)["malformed"] == [True]
+    assert scored(kind, form.format(truth), truth=truth, src_text=source)["malformed"] == [False]
 
 
 @pytest.mark.parametrize("kind", ["bleu", "chrf"])
