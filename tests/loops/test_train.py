@@ -38,7 +38,8 @@ def test_several_processes_are_started_with_all_they_need(recipe_file, monkeypat
     started = []
     monkeypatch.setattr(training, "run_ranks", lambda start, restarts, progress: started.append((start.args, restarts)) or "m")
     assert str(train(loaded, sources)) == "m"
-    [((job, count, recipe), restarts)] = started
+    [((job, count, recipe, workers), restarts)] = started
+    assert workers == [], "for reward models: on several machines only"
     job = pickle.loads(pickle.dumps(job))
     assert (count, restarts, recipe) == (3, 2, loaded.recipe)
     assert job.func is train_in
