@@ -163,7 +163,7 @@ def small(
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: str(path.relative_to(REPOSITORY)))
-@pytest.mark.grid(6)
+@pytest.mark.grid(3)
 def test_recipe_trains_two_steps(path, tmp_path, small):
     overrides = small(path)
     model = TRAIN[load(path).recipe.stage](path, *overrides)

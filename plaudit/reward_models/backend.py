@@ -37,14 +37,14 @@ class GenerationRequest:
     """Rendered with the judge's own chat template."""
     text: str | None = None
     """Instead of messages: the complete prompt, special tokens included (plugins produce these)."""
-    tokens: list[int] | None = None
-    """Instead of messages, for a model on a server: the complete prompt as tokens."""
     marked: "Marked | None" = field(default=None, repr=False)
     """`text` with the control tokens of the strings that it quotes marked: these are text. None if it quotes none."""
     key: str = ""
     """Key of the sampling noise, together with the seed: the same key gives the same answer."""
     affinity: str = ""
     """Requests with the same affinity go to the same replica, which may then share their prefix."""
+    tokens: list[int] | None = None
+    """Instead of messages, for a model on a server: the complete prompt as tokens."""
 
 
 @dataclass(frozen=True)

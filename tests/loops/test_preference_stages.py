@@ -440,6 +440,7 @@ def type_of(model: Path) -> str:
 # Stages in sequence --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sft_then_a_reward_model_then_its_scores_then_dpo(tmp_path, tiny_model, pairs_file):
     """Each stage starts from the last one's output: the policy answers, the reward model ranks its answers, DPO trains on them."""
     from plaudit.loops.sample import SampleJob, sample

@@ -112,6 +112,7 @@ def test_a_graceful_stop_saves_and_says_how_to_resume(tmp_path, tiny_model, rows
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.grid(1)
 def test_saving_in_the_background_changes_no_file(tmp_path, tiny_model, rows_file, uninterrupted, variant):
     reference = uninterrupted
     if VARIANTS[variant]:

@@ -141,6 +141,7 @@ def engine_calls(monkeypatch) -> list[EngineCall]:
 # Learning ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_to_raise_its_reward(tmp_path, recipe):
     """Random weights produce letters and digits less than half of the time; the reward is their share of the response."""
     file = recipe(

@@ -189,4 +189,4 @@ def _request(entry: Entry, prompt: Prompt, seed: int, mark: str) -> GenerationRe
         [{**message, "content": str(message["content"]).replace(mark, "")} for message in messages or []] if mark else messages
     )
     key = text_digest(f"{seed}/{text}/{messages}")
-    return GenerationRequest(messages or [], text, marked, key, affinity=text_digest(prompt.id))
+    return GenerationRequest(messages or [], text, marked=marked, key=key, affinity=text_digest(prompt.id))

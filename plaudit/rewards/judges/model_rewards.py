@@ -246,7 +246,7 @@ class LiveJudgeReward(LiveModelReward[J]):
         system: list[Message] = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]
         key = text_digest(f"{self.settings.sampling.seed}/{vote}/{self.settings.system}/{text}")
         if self.settings.raw:
-            return GenerationRequest([], text, self._marked(prompt, variables), key, affinity=text_digest(prompt.id))
+            return GenerationRequest([], text, marked=self._marked(prompt, variables), key=key, affinity=text_digest(prompt.id))
         return GenerationRequest([*system, {"role": "user", "content": text}], key=key, affinity=text_digest(prompt.id))
 
     def _marked(self, prompt: Prompt, variables: dict[str, Any]) -> Marked | None:
