@@ -84,7 +84,7 @@ def differences(reference_commands, tmp_path_factory) -> dict[str, dict[str, tup
     """Of each launch script and its recipe: settings that differ, with their values in both."""
     found, file = {}, tmp_path_factory.mktemp("converted") / "recipe.yaml"
     for command, recipe in COMMANDS.items():
-        # (run_outcome.sh has no key by which its fork, whose defaults it relies on, could be told.)
+        # (run_outcome.sh relies on the defaults of its fork, and no key identifies that fork.)
         defaults = "rrm" if command.startswith("rubric") else "auto"
         file.write_text(convert(reference_commands / f"{command}.txt", gpus=8, defaults=defaults).recipe)
         theirs, ours = flatten(load(file).recipe), settings_of(recipe)
