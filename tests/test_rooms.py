@@ -19,7 +19,7 @@ LEVELS = [
     ["types", "files", "seeding", "plugins", "command_help", "response_files"],
     ["world", "balance"],
     ["input_files", "output_folder", "run_progress"],
-    ["objectives"],
+    ["objectives", "statistics"],
     ["recipe", "other_systems"],
     ["suggestions"],
     ["recipe_file"],

@@ -1,0 +1,95 @@
+"""Bootstrap intervals: how much a figure would vary if other items had been drawn from the same source.
+
+A resample draws I of I items with replacement. It is represented by the counts w_i, how often item i was drawn, so a statistic is a
+function of weights: the mean is Σ w_i x_i / Σ w_i. Resamples are a function of the seed, so figures on the same items are resampled
+alike. B resamples, I items.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+# Weights of one chunk: 2^21 float64 take 16 MiB.
+CHUNK_WEIGHTS = 2**21
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure with its confidence interval. Without items, all three are NaN.
+
+    Few items give intervals that are too narrow, and one item, or items that are all equal, an interval of width 0.
+    """
+
+    value: float
+    low: float
+    high: float
+    n: int
+    """Items behind it."""
+
+
+def resample_weights(n_items: int, resamples: int, seed: int, strata: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    """Bootstrap counts in chunks of [B, I]: rows sum to I, and within each stratum to its size if `strata` [I] is given."""
+    if strata is None:
+        order, first, size = np.arange(n_items), 0, n_items
+    else:
+        if len(strata) != n_items:
+            raise ValueError(f"{len(strata)} strata for {n_items} items; give one for each item")
+        _, stratum, sizes = np.unique(strata, return_inverse=True, return_counts=True)
+        order = np.argsort(stratum, kind="stable")
+        size = np.repeat(sizes, sizes)
+        first = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    generator = np.random.default_rng(seed)
+    rows = max(1, CHUNK_WEIGHTS // max(1, n_items))
+    for start in range(0, resamples, rows):
+        weights_BI = np.empty((min(rows, resamples - start), n_items))
+        for weights_I in weights_BI:
+            # A place of each stratum is filled from the same stratum: first + ⌊u · size⌋, u uniform in [0, 1).
+            drawn = first + (generator.random(n_items) * size).astype(np.intp)
+            weights_I[order] = np.bincount(drawn, minlength=n_items)
+        yield weights_BI
+
+
+def bootstrap(
+    statistic: Callable[[np.ndarray], np.ndarray],
+    n_items: int,
+    *,
+    seed: int = 0,
+    resamples: int = 2000,
+    confidence: float = 0.95,
+    strata: np.ndarray | None = None,
+) -> Estimate:
+    """Percentile interval of `statistic`, which maps weights [B, I] to values [B]; the value is that of weights 1.
+
+    Resamples whose value is NaN (none of their items counts) are ignored.
+    """
+    if n_items == 0:
+        return Estimate(np.nan, np.nan, np.nan, 0)
+    value = float(statistic(np.ones((1, n_items)))[0])
+    values_B = np.concatenate([statistic(weights_BI) for weights_BI in resample_weights(n_items, resamples, seed, strata)])
+    values_B = values_B[~np.isnan(values_B)]
+    if np.isnan(value) or not len(values_B):
+        return Estimate(value, np.nan, np.nan, n_items)
+    outside = (1 - confidence) / 2
+    low, high = np.quantile(values_B, [outside, 1 - outside])
+    return Estimate(value, float(low), float(high), n_items)
+
+
+def mean(values: np.ndarray, *, strata: np.ndarray | None = None, **options: Any) -> Estimate:
+    """Of the items that are not NaN; `options` are those of `bootstrap`."""
+    x_I = np.asarray(values, dtype=np.float64)
+    kept_I = ~np.isnan(x_I)
+    x_I = x_I[kept_I]
+    centre = x_I.mean() if len(x_I) else 0.0
+    dx_I = x_I - centre  # equal items get an interval of exactly their value
+
+    def weighted_mean(weights_BI: np.ndarray) -> np.ndarray:
+        return centre + weights_BI @ dx_I / len(dx_I)
+
+    return bootstrap(weighted_mean, len(x_I), strata=None if strata is None else np.asarray(strata)[kept_I], **options)
+
+
+def mean_difference(a: np.ndarray, b: np.ndarray, **options: Any) -> Estimate:
+    """Paired: mean of a_i − b_i over the items where neither is NaN."""
+    return mean(np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64), **options)
