@@ -16,6 +16,7 @@ from plaudit.config import load
 from plaudit.convert.cli import convert
 from plaudit.doctor.engine_command import engine_command
 from plaudit.errors import PlauditError, nearest_path
+from plaudit.evaluation.cli import evaluate
 from plaudit.host import raise_open_file_limit, require_supported_system
 from plaudit.inputs import load_checked, require_causal_model, require_model, require_servers
 from plaudit.loops.cli import sample
@@ -60,6 +61,7 @@ app = typer.Typer(
 )
 app.add_typer(prepare, name="prepare", cls=VerbGroup)
 app.add_typer(cluster, name="cluster", cls=VerbGroup)
+app.add_typer(evaluate, name="eval", cls=VerbGroup)
 
 # `--optim.lr 1e-5` must reach our parser, which explains how to write an override.
 ANYTHING_MAY_FOLLOW = {"ignore_unknown_options": True}
@@ -218,11 +220,12 @@ def score(
 
     from rich.console import Console
 
-    from plaudit.loops.score import ScoreJob
+    from plaudit.loops.score import ScoreJob, rows_of_files
     from plaudit.loops.score import score as run_score
     from plaudit.report.progress import print_line
 
-    summary = run_score(ScoreJob(settings, sources, out, tokenizer, max_rows, data_source, details, allow_failures))
+    rows = rows_of_files(sources, max_rows=max_rows, data_source=data_source)
+    summary = run_score(ScoreJob(settings, rows, out, tokenizer, details, allow_failures))
     summary.print_means(Console(highlight=False))
     print(f"{out}: {summary}")
     if summary.rows_without_value and not allow_failures:

@@ -24,6 +24,10 @@ EXAMPLES = {
         "cat question.txt | plaudit ask runs/smollm2/model --temperature 0",
     ),
     "score": ("plaudit score recipes/smollm2/grpo.yaml answers.jsonl --out scored.jsonl",),
+    "eval rewards": (
+        "plaudit eval rewards recipes/preferences/val.jsonl --rewards recipes/audit/favours_length.yaml",
+        "plaudit eval rewards reward-bench-2.parquet --rewards bt=bradley_terry.yaml judge.yaml --markdown",
+    ),
     "audit": ("plaudit audit recipes/audit/gsm8k.yaml answers.jsonl",),
     "serve": ("plaudit serve recipes/audit/gsm8k.yaml --port 8700",),
     "merge": ("plaudit merge runs/first/model --out models/merged",),
@@ -96,10 +100,7 @@ OTHER_VERBS = {
     ),
     **dict.fromkeys(("ipo", "hinge"), "It is a loss of plaudit dpo: plaudit dpo R.yaml loss.kind=…"),
     **dict.fromkeys(("rm", "reward", "reward_model", "rewardmodel", "bradley-terry"), "Did you mean plaudit reward-model?"),
-    **dict.fromkeys(
-        ("eval", "evaluate", "validate", "test", "benchmark"),
-        "To evaluate a model: plaudit sample MODEL PROMPTS --out A.jsonl, then plaudit score R.yaml A.jsonl --out B.jsonl.",
-    ),
+    **dict.fromkeys(("evaluate", "evaluation", "validate", "test", "benchmark"), "Did you mean plaudit eval?"),
     **dict.fromkeys(("generate", "infer", "inference", "predict", "rollout"), "Did you mean plaudit sample, or plaudit ask?"),
     **dict.fromkeys(("chat", "talk", "prompt", "query"), "Did you mean plaudit ask?"),
     **dict.fromkeys(("check", "lint", "verify", "dry-run"), "Did you mean plaudit doctor?"),

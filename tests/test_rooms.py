@@ -45,6 +45,7 @@ LEVELS = [
     ["scoring"],
     ["prepare", "audit", "adapters", "serving", "convert"],
     ["loops", "doctor"],
+    ["evaluation"],
     ["api"],
     ["cli"],
     ["__main__"],

@@ -42,20 +42,49 @@ DIGITS = 12
 Row = dict[str, Any]
 
 
+LocatedRow = tuple[Row, str, str]
+"""A row, its id unless it has one, and its location for error messages."""
+
+
+@dataclass(frozen=True)
+class RowsToScore:
+    """Rows that can be read again, in the same order."""
+
+    read: Callable[[], Iterator[LocatedRow]]
+    total: int
+    identity: Mapping[str, Any]
+    """What the rows depend on: output made from others is not resumed."""
+
+
+def rows_of_files(sources: Sequence[Source], *, max_rows: int | None = None, data_source: str = "") -> RowsToScore:
+    """The rows of data files. `data_source`: of rows without one."""
+
+    def read() -> Iterator[LocatedRow]:
+        for source, name in zip(sources, name_sources(sources), strict=True):
+            for number, (where, row) in enumerate(source.rows().located(), 1):
+                own = {"data_source": data_source} if data_source and not row.get("data_source") else {}
+                yield row | own, f"{name}:{number}", where
+
+    total = sum(len(source.rows()) for source in sources)
+    files = {str(source): source.fingerprint() for source in sources}
+    return RowsToScore(read, min(total, max_rows or total), {"rows": files, "data_source": data_source})
+
+
 @dataclass(frozen=True)
 class ScoreJob:
     rewards: Sequence[RewardSettings]
-    sources: Sequence[Source]
+    rows: RowsToScore
     out: Path
     tokenizer: str | None = None
     """A model whose tokenizer counts the tokens of responses without a token count."""
-    max_rows: int | None = None
-    data_source: str = ""
-    """Of rows without one."""
     details: bool = False
     """Also write what each reward saw and returned, with judges' prompts and answers."""
     allow_failures: bool = False
     """Rows without a value are accepted."""
+    verb: str = "score"
+    """The plaudit command, for messages."""
+    label: str = "score"
+    """Of the progress bar."""
 
 
 # What was scored -----------------------------------------------------------------------------------------------------
@@ -166,20 +195,17 @@ def score(job: ScoreJob) -> Summary:
     """Score the rows that the output lacks, and again those on which a reward failed."""
     inputs = {
         "rewards": [{"name": reward.label, **settings_without(reward, HARMLESS)} for reward in job.rewards],
-        "rows": {str(source): source.fingerprint() for source in job.sources},
+        **job.rows.identity,
         "tokenizer": job.tokenizer,
-        "data_source": job.data_source,
         "details": job.details,
     }
     files = {str(file): fingerprint(file) for reward in job.rewards for file in reward.files}
-    total = sum(len(source.rows()) for source in job.sources)
-    total = min(total, job.max_rows or total)
     cache = job.out.with_name(f"{job.out.name}.scores.sqlite")
     with (
-        open_resumable(job.out, inputs, "score", may_change=files) as file,
+        open_resumable(job.out, inputs, job.verb, may_change=files) as file,
         RewardRunner(job.rewards, cache=cache, tolerant=True) as runner,
     ):
-        summary = _score_missing(job, file, runner, total)
+        summary = _score_missing(job, file, runner)
         summary.models = runner.amounts()
     if job.allow_failures or not summary.rows_without_value:
         for leftover in (cache, *(cache.with_name(f"{cache.name}-{end}") for end in ("wal", "shm"))):
@@ -190,8 +216,8 @@ def score(job: ScoreJob) -> Summary:
     return summary
 
 
-def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner, total: int) -> Summary:
-    summary, failed = Summary(), list[int]()
+def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner) -> Summary:
+    summary, failed, total = Summary(), list[int](), job.rows.total
     for number, row in enumerate(islice(file.rows(), total)):
         if _has_failure(row):
             failed.append(number)
@@ -204,9 +230,9 @@ def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner, to
     count_tokens = token_counter(job.tokenizer)
     before, began = summary.means.responses, time.perf_counter()
     activity = Activity()
-    with StepProgress("score", total, summary.rows, activity=activity) as progress:
+    with StepProgress(job.label, total, summary.rows, activity=activity) as progress:
 
-        def scored(rows: Iterator[tuple[Row, str, str]]) -> Iterator[Row]:
+        def scored(rows: Iterator[LocatedRow]) -> Iterator[Row]:
             while chunk := list(islice(rows, ROWS_AT_ONCE)):
                 results = _score_chunk(job, chunk, runner, count_tokens, activity)
                 for row in results:
@@ -217,9 +243,9 @@ def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner, to
 
         if failed:
             chosen = set(failed)
-            again = scored(row for number, row in enumerate(islice(_rows(job), total)) if number in chosen)
+            again = scored(row for number, row in enumerate(islice(job.rows.read(), total)) if number in chosen)
             file.replace(dict(zip(failed, again, strict=True)))
-        for row in scored(islice(_rows(job), len(file.done), total)):
+        for row in scored(islice(job.rows.read(), len(file.done), total)):
             file.write(row)
     file.sync()
     return summary
@@ -227,7 +253,7 @@ def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner, to
 
 def _score_chunk(
     job: ScoreJob,
-    chunk: Sequence[tuple[Row, str, str]],
+    chunk: Sequence[LocatedRow],
     runner: RewardRunner,
     count_tokens: Callable[[str], int] | None,
     activity: Activity,
@@ -261,14 +287,6 @@ def _rounded(value: Any) -> Any:
 
 def _report(phase: Phase, runner: RewardRunner, sampled: int, scored: int) -> None:
     phase.update(sampled, scored, runner.model_calls())
-
-
-def _rows(job: ScoreJob) -> Iterator[tuple[Row, str, str]]:
-    """Each row with a data source, its id unless it has one, and its location for error messages."""
-    for source, name in zip(job.sources, name_sources(job.sources), strict=True):
-        for number, (where, row) in enumerate(source.rows().located(), 1):
-            own = {"data_source": job.data_source} if job.data_source and not row.get("data_source") else {}
-            yield row | own, f"{name}:{number}", where
 
 
 def _stop_if_given_up(results: Sequence[ScoredGroup], out: Path) -> None:

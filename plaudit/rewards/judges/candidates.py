@@ -1,16 +1,19 @@
 """The candidates of a group, for judges that compare them: duplicates merged, in a random but reproducible order.
 
 The order depends only on the candidates' texts, not on the order of sampling or the name of their row. So a group that is scored
-again, in any order, leads to the same requests.
+again, in any order, leads to the same requests. `order: given` shows them in the order of the samples instead, so that an
+evaluation can measure what the position does.
 """
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from plaudit.seeding import stable_seed
 from plaudit.types import Group, Score
 
+CandidateOrder = Literal["shuffled", "given"]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -30,6 +33,13 @@ def group_candidates(group: Group, *, shared: bool) -> list[Candidate]:
     if shared:
         return [Candidate(text, tuple(places[text])) for text in sorted(places)]
     return [Candidate(text, (i,)) for text in sorted(places) for i in places[text]]
+
+
+def ordered(candidates: Sequence[Candidate], order: CandidateOrder, *key: int | str) -> list[Candidate]:
+    """Shuffled, in an order determined by the key and their texts; or in the order of the samples."""
+    if order == "given":
+        return sorted(candidates, key=lambda candidate: candidate.samples)
+    return shuffled(candidates, *key)
 
 
 def shuffled(candidates: Sequence[Candidate], *key: int | str) -> list[Candidate]:

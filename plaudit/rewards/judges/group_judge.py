@@ -30,7 +30,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from plaudit.reward_models.backend import GenerationRequest
-from plaudit.rewards.judges.candidates import LETTERS, Candidate, group_candidates, shuffled, unjudged
+from plaudit.rewards.judges.candidates import LETTERS, Candidate, CandidateOrder, group_candidates, ordered, shuffled, unjudged
 from plaudit.rewards.judges.model_rewards import JudgeReward, LiveJudgeReward, Reply
 from plaudit.rewards.judges.parsing import read_letters, within
 from plaudit.rewards.judges.templates import Unrenderable
@@ -60,6 +60,8 @@ class GroupJudge(JudgeReward):
     """An answer with a higher score is unreadable."""
     votes: PositiveInt = 1
     """Calls per group, each in a different order; the value is their mean."""
+    order: CandidateOrder = "shuffled"
+    """In which order the first call shows the candidates: drawn at random; or as they were sampled, as evaluations need it."""
     share_letters: bool = True
     """Identical candidates are shown once and get the same value."""
     max_candidates: Annotated[int, Field(ge=3, le=len(LETTERS))] = 8
@@ -86,7 +88,7 @@ class GroupJudge(JudgeReward):
 
     def calls(self, candidates: Sequence[Candidate], vote: int) -> list[Call]:
         """One call for all candidates, or several that share the anchors; each shuffled separately."""
-        order = shuffled(candidates, self.sampling.seed, vote // 2)
+        order = ordered(candidates, self.order if vote < 2 else "shuffled", self.sampling.seed, vote // 2)
         if vote % 2:
             order.reverse()
         if len(order) <= self.max_candidates:

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt, model_validator
 
-from plaudit.rewards.judges.candidates import Candidate, group_candidates, shuffled, unjudged
+from plaudit.rewards.judges.candidates import Candidate, CandidateOrder, group_candidates, ordered, unjudged
 from plaudit.rewards.judges.model_rewards import JudgeReward, LiveJudgeReward, Reply
 from plaudit.rewards.judges.parsing import read_choice
 from plaudit.rewards.judges.templates import Unrenderable
@@ -38,6 +38,8 @@ class PairwiseJudge(JudgeReward):
     """pairs: tournament. Number of rounds; default: ⌈log₂ candidates⌉."""
     both_orders: bool = True
     """Each pair is judged in both orders."""
+    order: CandidateOrder = "shuffled"
+    """Which candidate of a pair is first: drawn at random; or the one that was sampled first, as evaluations need it."""
     ties: bool = True
     """The judge may answer that neither is better."""
     not_judged: float | None = None
@@ -65,7 +67,7 @@ class LivePairwiseJudge(LiveJudgeReward[PairwiseJudge]):
         return list(await asyncio.gather(*map(self._score, groups)))
 
     async def _score(self, group: Group) -> list[Score]:
-        candidates = shuffled(group_candidates(group, shared=True), self.settings.sampling.seed)
+        candidates = ordered(group_candidates(group, shared=True), self.settings.order, self.settings.sampling.seed)
         if len(candidates) < 2:
             return [unjudged(self.settings.not_judged, sample.text) for sample in group.samples]
         games = _Games(len(candidates))
@@ -81,7 +83,7 @@ class LivePairwiseJudge(LiveJudgeReward[PairwiseJudge]):
         return [scores[i] for i in range(len(group.samples))]
 
     async def _play(self, group: Group, candidates: Sequence[Candidate], pairs: Sequence[Pair], games: "_Games") -> None:
-        # With a single order, which one is first was decided by shuffling the candidates.
+        # With a single order, which one is first is decided by `order`.
         shown = [order for x, y in pairs for order in ([(x, y), (y, x)] if self.settings.both_orders else [(x, y)])]
         ties = self.settings.ties
         questions = [

@@ -1,0 +1,1 @@
+"""`plaudit eval`: how good is a reward model, a judge, a verifier, a policy?"""

@@ -1,0 +1,129 @@
+"""`plaudit eval`: the verbs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from plaudit.command_help import examples
+from plaudit.errors import PlauditError
+from plaudit.options import Quiet, Tokenizer
+
+if TYPE_CHECKING:
+    from plaudit.evaluation.results import Evaluation
+    from plaudit.statistics.figures import Resampling
+
+evaluate = typer.Typer(
+    help="How good is a reward model, a judge, a verifier, a policy? Figures with intervals, side by side.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+RewardRecipes = Annotated[
+    list[str],
+    typer.Option(
+        "--rewards",
+        metavar="R.yaml",
+        help="A recipe whose rewards are evaluated, as R.yaml or NAME=R.yaml. Several: R1.yaml R2.yaml, or --rewards again.",
+        show_default=False,
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Folder to write or resume. Default: runs/eval/ and the name of the first file.", show_default=False),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of the resamples behind intervals.")]
+Resamples = Annotated[int, typer.Option(min=100, help="Resamples behind intervals.")]
+Confidence = Annotated[float, typer.Option(min=0.5, max=0.999, help="Of intervals.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as markdown, for a model card.")]
+AllowFailures = Annotated[bool, typer.Option("--allow-failures", help="Exit with status 0 although some items have no value.")]
+
+
+@evaluate.command(epilog=examples("eval rewards"))
+def rewards(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE…", help="Preference data: files (.jsonl, .parquet, .json), or data sets on the hub.", show_default=False
+        ),
+    ],
+    recipes: RewardRecipes,
+    out: Out = None,
+    max_items: Annotated[int | None, typer.Option(min=1, help="Only the first n rows of each file.")] = None,
+    markdown: Markdown = False,
+    allow_failures: AllowFailures = False,
+    seed: Seed = 0,
+    resamples: Resamples = 2000,
+    confidence: Confidence = 0.95,
+    tokenizer: Tokenizer = None,
+    quiet: Quiet = False,
+) -> None:
+    """How often do rewards prefer the right response? On preference benchmarks, or pairs of your own.
+
+    Known by their columns: `prompt`, `chosen`, `rejected`; RewardBench 1 and 2, RM-Bench, JudgeBench, RMB, LLMBar. Judges that
+    compare see both orders. Run the same command again to resume.
+    """
+    from plaudit.data.conversations import resolve_sources
+
+    names, recipes = split_recipes(files, recipes)
+    sources = resolve_sources(names, None, "FILE")
+    folder = _folder(out, names)
+
+    from plaudit.evaluation.pictures import draw_rewards
+    from plaudit.evaluation.rewards import RewardsJob, evaluate_rewards
+    from plaudit.evaluation.scored import load_evaluated
+
+    job = RewardsJob(load_evaluated(recipes), sources, folder, _resampling(seed, resamples, confidence), max_items, tokenizer)
+    evaluation = evaluate_rewards(job)
+    picture = folder / "eval.png"
+    draw_rewards(evaluation.figures, evaluation.curves["length"], picture)
+    _finish(evaluation, folder, [picture], markdown, allow_failures)
+
+
+# What the verbs share ------------------------------------------------------------------------------------------------
+
+
+def split_recipes(arguments: list[str], recipes: list[str]) -> tuple[list[str], list[str]]:
+    """`--rewards R1.yaml R2.yaml`: recipes among the arguments belong to --rewards."""
+    more = [one for one in arguments if one.endswith((".yaml", ".yml"))]
+    names = [one for one in arguments if one not in more]
+    if not names:
+        raise PlauditError("eval needs data: plaudit eval rewards FILE --rewards R.yaml")
+    return names, [*recipes, *more]
+
+
+def _folder(out: Path | None, names: list[str]) -> Path:
+    from plaudit.evaluation.results import create_folder
+
+    folder = out or Path("runs/eval") / Path(names[0]).stem
+    create_folder(folder)
+    return folder
+
+
+def _resampling(seed: int, resamples: int, confidence: float) -> "Resampling":
+    from plaudit.statistics.figures import Resampling
+
+    return Resampling(seed, resamples, confidence)
+
+
+def _finish(evaluation: "Evaluation", folder: Path, pictures: list[Path], markdown: bool, allow_failures: bool) -> None:
+    """Write and print; the exit status is 1 while something has no value."""
+    from plaudit.evaluation.report import print_evaluation
+    from plaudit.evaluation.results import markdown as as_markdown
+    from plaudit.evaluation.results import write_evaluation
+    from plaudit.report.progress import print_line
+
+    write_evaluation(evaluation, folder)
+    if markdown:
+        print(as_markdown(evaluation), end="")
+    else:
+        print_evaluation(evaluation, folder, pictures)
+    failed = {name: details["failed"] for name, details in evaluation.details.items() if details.get("failed")}
+    if failed and not allow_failures:
+        counts = ", ".join(f"{count:,} of {name}" for name, count in failed.items())
+        print_line(
+            f"some rows have no value ({counts}); they are in no figure. Run the same command to score them again, or pass "
+            "--allow-failures to accept this",
+            "yellow",
+        )
+        raise typer.Exit(1)
