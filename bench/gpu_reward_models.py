@@ -1,6 +1,6 @@
 """Reward models on one GPU: offloading between steps, and packed scoring compared with vLLM's pooling runner.
 
-    python bench/gpu_reward_models.py                                      # both sections
+    python bench/gpu_reward_models.py                                      # all sections
     python bench/gpu_reward_models.py --sections scoring --vllm-path SITE  # vLLM from a folder with unpacked wheels
     python bench/gpu_reward_models.py --report --out DIR                   # the tables again
     python bench/gpu_reward_models.py --device cpu --tiny --out DIR        # smoke test; its numbers mean nothing
@@ -16,10 +16,13 @@ it is measured; each side runs in a separate process.
               padded (sorted by length, sdpa, three batch sizes), and of vLLM's pooling runner (`classify` without activation,
               prefix caching off, two pass sizes). One warm-up run, then --runs. Also the distance of all scores from those of
               the same weights in fp32.
+    evaluation  The same model behind `plaudit eval rewards` on 4,096 pairs of texts: tokens/s from the first row to the last, with
+              reading, tokenising and writing, against the packed passes alone.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -35,6 +38,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 POLICY, OFFLOADED, SCORER = "0.5B", "7B", "1.5B"
 CYCLES, CONVERSATIONS = 20, 32
 SEQUENCES, LENGTHS = 1024, (128, 2048)
+PAIRS = 4096
 GROUP = 8
 VLLM_TOKENS = (16384, 32768)  # per pass
 PADDED_TOKENS = (16384, 32768, 65536)
@@ -268,7 +272,46 @@ def about() -> str:
     return f"{device}, plaudit {plaudit.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
 
 
-SIDES = {"folder": make_folder, "offload": offload, "packed": packed, "padded": padded, "pooled": pooled}
+def evaluate(job: dict) -> dict:
+    """`plaudit eval rewards` with a scalar model."""
+    from plaudit.data.conversations import resolve_sources
+    from plaudit.data.templates import load_tokenizer
+    from plaudit.evaluation.rewards import RewardsJob, evaluate_rewards
+    from plaudit.evaluation.scored import load_evaluated
+    from plaudit.statistics.figures import Resampling
+
+    random, tokenizer = np.random.default_rng(0), load_tokenizer(job["folder"])
+    count, (shortest, longest) = (8, (4, 64)) if job["tiny"] else (PAIRS, LENGTHS)
+    words = [word for word in (REPOSITORY / "README.md").read_text(encoding="utf-8").split() if word.isalpha()]
+    per_word = len(tokenizer(" ".join(words))["input_ids"]) / len(words)
+    lengths = np.exp(random.uniform(np.log(shortest), np.log(longest), 2 * count)) / per_word
+
+    def text(length: float) -> str:
+        return " ".join(random.choice(words, max(1, int(length))))
+
+    scratch = Path(job["folder"]).parent / "evaluation"
+    scratch.mkdir(exist_ok=True)
+    rows = [{"prompt": "Say something.", "chosen": text(a), "rejected": text(b)} for a, b in lengths.reshape(-1, 2)]
+    (scratch / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = {"path": job["folder"], "dtype": "bfloat16", "device": job["device"]}
+    (scratch / "rm.yaml").write_text(json.dumps({"rewards": [{"kind": "scalar_model", "model": model}]}))
+    rates, seconds = [], []
+    for run in range(job["runs"]):
+        began = time.perf_counter()
+        rewards = load_evaluated([str(scratch / "rm.yaml")])
+        out = scratch / f"out{run}"
+        found = evaluate_rewards(
+            RewardsJob(rewards, resolve_sources([str(scratch / "pairs.jsonl")], None, "FILE"), out, Resampling())
+        )
+        details = found.details["rm"]
+        tokens = next(iter(details["usage"].values()))["prompt_tokens"]
+        rates.append(details["responses_per_s"] * tokens / (2 * count))
+        seconds.append(time.perf_counter() - began)
+        print(f"{rates[-1]:,.0f} tokens/s, {tokens:,.0f} tokens, {seconds[-1]:.1f} s with loading and intervals", flush=True)
+    return {"rates": rates, "seconds": seconds, "tokens": tokens, "pairs": count, "about": about()}
+
+
+SIDES = {"evaluate": evaluate, "folder": make_folder, "offload": offload, "packed": packed, "padded": padded, "pooled": pooled}
 
 
 # The parent -----------------------------------------------------------------------------------------------------------
@@ -319,6 +362,8 @@ def report(args: argparse.Namespace) -> None:
         print(offload_table(entries["offload"]))
     if "packed" in entries:
         print(scoring_table(entries))
+    if "evaluate" in entries:
+        print(evaluation_line(entries))
 
 
 def offload_table(entry: dict) -> str:
@@ -362,9 +407,20 @@ def scoring_table(entries: dict) -> str:
     return "\n".join(lines)
 
 
+def evaluation_line(entries: dict) -> str:
+    entry = entries["evaluate"]
+    rate = statistics.median(entry["rates"])
+    packed = statistics.median(entries["packed"]["rates"]["fused layers"]) if "packed" in entries else math.nan
+    return (
+        f"\nplaudit eval rewards, {SCORER}, {entry['pairs']:,} pairs, {entry['tokens']:,.0f} tokens: {rate:,.0f} tokens/s "
+        f"({min(entry['rates']):,.0f}…{max(entry['rates']):,.0f}), {rate / packed:.2f} of the packed passes alone; "
+        f"{statistics.median(entry['seconds']):.1f} s with loading and intervals ({entry['about']})"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", default="offload,scoring")
+    parser.add_argument("--sections", default="offload,scoring,evaluation")
     parser.add_argument("--sides", default="packed,padded,pooled", help="sides of the scoring section")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "bench" / "results")
     parser.add_argument("--runs", type=int, default=3)
@@ -405,6 +461,8 @@ def measure(args: argparse.Namespace, models: Path) -> None:
             for tokens in VLLM_TOKENS if side == "pooled" else [0]:
                 key = f"{side}/{tokens}" if side == "pooled" else side
                 keep(args, key, run_side(args, side, folder=folder, tokens=tokens))
+    if "evaluation" in sections:
+        keep(args, "evaluate", run_side(args, "evaluate", folder=folder_of(SCORER)))
 
 
 if __name__ == "__main__":

@@ -109,6 +109,8 @@ class _Checkup(Checks):
                 self.check("critic", lambda: check_critic(critic, recipe, self.template, longest))
             if recipe.audit.require is not None:
                 self.check("audit", lambda: rewards.check_audit(recipe))
+            if recipe.eval.require is not None:
+                self.check("evaluation", lambda: rewards.check_evaluation(recipe))
             policy = None if self.template is None else PolicyContext(recipe, self.template, self.prompts)
             for reward in recipe.rewards:
                 self._reward(reward, prompts, policy)

@@ -8,6 +8,7 @@ import numpy as np
 from rich.console import Console
 
 from plaudit.audit.certificate import require_passed
+from plaudit.audit.evaluated import require_evaluated
 from plaudit.config import LoadedRecipe
 from plaudit.doctor.findings import Checks, Finding, print_title
 from plaudit.objectives.registry import ESTIMATORS, POLICY_LOSSES
@@ -113,6 +114,11 @@ def check_answer_rules(rewards: Sequence[RewardSettings], prompts: Sequence[Prom
 def check_audit(recipe: RLRecipe) -> Iterator[Finding]:
     require_passed(recipe.audit, recipe.rewards)
     yield "✓", f"{recipe.audit.require} covers these rewards, and they passed"
+
+
+def check_evaluation(recipe: RLRecipe) -> Iterator[Finding]:
+    name = require_evaluated(recipe.eval, recipe.rewards)
+    yield "✓", f"{recipe.eval.require} covers these rewards ({name}), and is within the bounds"
 
 
 def select_prompts(prompts: list[Prompt], rewards: Sequence[RewardSettings]) -> list[Prompt]:

@@ -81,6 +81,8 @@ class RewardScores:
     messages: Mapping[str, str]
     """The first message of each cause."""
     usage: Mapping[str, UsageTotals] = field(default_factory=dict)
+    per_s: float = 0.0
+    """Responses scored per second; 0 if all scores were there."""
 
     def report(self) -> dict[str, Any]:
         return {
@@ -89,6 +91,7 @@ class RewardScores:
             "messages": dict(self.messages),
             "malformed": self.malformed,
             "usage": {name: dict(totals) for name, totals in self.usage.items()},
+            "responses_per_s": round(self.per_s, 1),
         }
 
 
@@ -107,4 +110,4 @@ def score_rows(
             row = json.loads(line)
             values.append(row["reward"] if isinstance(row["reward"], list) else [row["reward"]])
             failed += None in values[-1]
-    return RewardScores(values, failed, summary.malformed, summary.failures, summary.messages, summary.models)
+    return RewardScores(values, failed, summary.malformed, summary.failures, summary.messages, summary.models, summary.per_s)

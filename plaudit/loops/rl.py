@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from plaudit.audit.certificate import require_passed
+from plaudit.audit.evaluated import require_evaluated
 from plaudit.config import LoadedRecipe
 from plaudit.data.conversations import Source
 from plaudit.data.order import RowOrder
@@ -69,6 +70,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
     assert isinstance(recipe, RLRecipe)
     if recipe.audit.require is not None:
         require_passed(recipe.audit, recipe.rewards)
+    if recipe.eval.require is not None:
+        require_evaluated(recipe.eval, recipe.rewards)
     engine_kind = engine_class(recipe.rollout.engine)
     for warning in check_capabilities(engine_kind.capabilities, recipe):
         print_line(warning, "yellow")

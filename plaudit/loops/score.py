@@ -36,7 +36,9 @@ from plaudit.rewards.runner import RewardRunner
 from plaudit.scoring import result_of
 from plaudit.types import ScoredGroup
 
-ROWS_AT_ONCE = 256
+ROWS_AT_ONCE, MOST_ROWS_AT_ONCE = 256, 8192
+CHUNK_S = 10.0
+"""How long the rows that are scored at once should take: waiting for the last of them, and writing them, must not count."""
 DIGITS = 12
 """Of a reward in the output. A sum of several is exact to about 15."""
 Row = dict[str, Any]
@@ -233,8 +235,12 @@ def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner) ->
     with StepProgress(job.label, total, summary.rows, activity=activity) as progress:
 
         def scored(rows: Iterator[LocatedRow]) -> Iterator[Row]:
-            while chunk := list(islice(rows, ROWS_AT_ONCE)):
+            at_once = ROWS_AT_ONCE
+            while chunk := list(islice(rows, at_once)):
+                chunk_began = time.perf_counter()
                 results = _score_chunk(job, chunk, runner, count_tokens, activity)
+                if time.perf_counter() - chunk_began < CHUNK_S / 2:
+                    at_once = min(2 * at_once, MOST_ROWS_AT_ONCE)
                 for row in results:
                     summary.add(row)
                 summary.per_s = (summary.means.responses - before) / (time.perf_counter() - began)

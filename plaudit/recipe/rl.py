@@ -17,6 +17,7 @@ from pydantic import (
 
 from plaudit.objectives.registry import ESTIMATORS, POLICY_LOSSES, described
 from plaudit.recipe.audit import AuditSettings
+from plaudit.recipe.evaluation import EvalSettings
 from plaudit.recipe.limits import ModelLimits
 from plaudit.recipe.model_owners import models_of, models_with_gpus
 from plaudit.recipe.reward_models import RewardModel
@@ -296,6 +297,8 @@ class RLRecipe(Section):
     """The rewards: a list, each entry with a kind."""
     audit: AuditSettings = AuditSettings()
     """Criteria for an audit of the rewards; with `require`, training starts only after a passed audit."""
+    eval: EvalSettings = EvalSettings()
+    """What an evaluation of the rewards (`plaudit eval`) must have shown; with `require`, training starts only then."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
     """Advantages, policy loss and KL."""
     critic: CriticSettings | None = None
@@ -417,7 +420,7 @@ class RLRecipe(Section):
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = (
         *ANY_RESUME, "run.validate_every", "rewards.*.max_failure_rate", "rewards.*.workers",
-        "rewards.*.cache", "audit.*", "critic.placement", "critic.optim.placement", "reference.placement",
+        "rewards.*.cache", "audit.*", "eval.*", "critic.placement", "critic.optim.placement", "reference.placement",
         *(f"rewards.*.{inside}model.{setting}" for inside in INSIDE for setting in HOW_MODELS_ARE_REACHED),
         # Not the retries of unreadable answers: they change which answer is read.
         *(f"rewards.*.{inside}limits.{setting}" for inside in INSIDE for setting in ModelLimits.model_fields),

@@ -1,4 +1,5 @@
-"""Scalar models: conversations → scores, packed into as few forward passes as possible.
+"""Scalar models: conversations → scores, packed into as few forward passes as possible. Of a large batch, the next conversations
+are tokenised while the device computes.
 
 Identical conversations are scored once. That saves work and makes their scores bit-identical: rounding depends on what a sequence
 is packed with, and a group of identical answers whose scores differ by 1e-7 would have a standard deviation to divide by.
@@ -7,7 +8,7 @@ is packed with, and a group of identical answers whose scores differ by 1e-7 wou
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import ClassVar
 
 import numpy as np
@@ -38,7 +39,10 @@ from plaudit.rollout.native.scoring_pass import ScoringPass
 from plaudit.types import Batch, Failure, Message
 
 Conversation = list[Message]
+Tokens = tuple[int, ...]
 POLL_S = 0.2
+TOKENISED_AT_ONCE = 256
+"""Conversations. Enough for several passes, so that packing loses little."""
 
 
 class ScalarInference(Inference[Conversation, ScalarScore]):
@@ -74,12 +78,33 @@ class ScalarInference(Inference[Conversation, ScalarScore]):
         return ScalarScore(None, failure)
 
     def compute(self, items: list[Conversation]) -> list[ScalarScore]:
-        tokenised = [self._tokens(messages) for messages in items]
-        unique = list(dict.fromkeys(tokens for tokens in tokenised if isinstance(tokens, tuple)))
-        scores = dict(zip(unique, bisect_failures(unique, self._score, self.failed), strict=True))
-        return [scores[tokens] if isinstance(tokens, tuple) else tokens for tokens in tokenised]
+        scores: dict[Tokens, ScalarScore] = {}
+        results: list[ScalarScore] = []
+        for tokenised in self._tokenise(items):
+            new = list(dict.fromkeys(tokens for tokens in tokenised if isinstance(tokens, tuple) and tokens not in scores))
+            scores |= zip(new, bisect_failures(new, self._score, self.failed), strict=True)
+            results += [scores[tokens] if isinstance(tokens, tuple) else tokens for tokens in tokenised]
+        return results
 
-    def _tokens(self, messages: Conversation) -> tuple[int, ...] | ScalarScore:
+    @property
+    def _tokenised_at_once(self) -> int | None:
+        """None: all conversations, because passes of a divided model overlap."""
+        return TOKENISED_AT_ONCE if self.part is None else None
+
+    def _tokenise(self, items: list[Conversation]) -> Iterator[list[Tokens | ScalarScore]]:
+        """The tokens of all items, a slice at a time; the next slice is tokenised while this one is scored."""
+        size = self._tokenised_at_once or len(items)
+        slices = [items[at : at + size] for at in range(0, len(items), size)]
+        if len(slices) < 2:
+            yield from (list(map(self._tokens, some)) for some in slices)
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as ahead:
+            following = ahead.submit(lambda: list(map(self._tokens, slices[0])))
+            for some in [*slices[1:], []]:
+                tokenised, following = following.result(), ahead.submit(lambda some=some: list(map(self._tokens, some)))
+                yield tokenised
+
+    def _tokens(self, messages: Conversation) -> Tokens | ScalarScore:
         """The conversation's tokens, or the result of one that cannot be scored."""
         try:
             tokens = tuple(self.transcript.tokens(messages))
@@ -92,14 +117,14 @@ class ScalarInference(Inference[Conversation, ScalarScore]):
         longest = self.settings.max_prompt_tokens or self.context or math.inf
         return tokens if len(tokens) <= longest else ScalarScore(None, prompt_tokens=len(tokens), too_long=True)
 
-    def _score(self, sequences: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ScalarScore]]:
+    def _score(self, sequences: Sequence[Tokens]) -> Iterator[tuple[int, ScalarScore]]:
         for indices, values in self._score_in_passes(sequences):
             if self.closing():
                 raise Closed("the model was closed during scoring")
             for i, value in zip(indices, values.tolist(), strict=True):
                 yield i, _result(value, len(sequences[i]))
 
-    def _score_in_passes(self, sequences: Sequence[tuple[int, ...]]) -> Iterator[tuple[list[int], np.ndarray]]:
+    def _score_in_passes(self, sequences: Sequence[Tokens]) -> Iterator[tuple[list[int], np.ndarray]]:
         assert self.model is not None
         if self.part is None:
             yield from self.model.score_in_passes(sequences)
@@ -119,7 +144,7 @@ class ScalarInference(Inference[Conversation, ScalarScore]):
             for _, scores in in_flight:
                 scores.cancel()
 
-    def _batches(self, sequences: Sequence[tuple[int, ...]]) -> Iterator[tuple[list[int], Batch]]:
+    def _batches(self, sequences: Sequence[Tokens]) -> Iterator[tuple[list[int], Batch]]:
         return batches_of(sequences, self.device, TOKENS_PER_PASS_OF_BLOCKS.get(self.device.type, 4096))
 
     def _wait_for(self, scores: "Future[np.ndarray]") -> np.ndarray:
@@ -150,7 +175,12 @@ class BlockByBlockInference(ScalarInference):
 
     def attach(self, model: nn.Module) -> None: ...
 
-    def _score_in_passes(self, sequences: Sequence[tuple[int, ...]]) -> Iterator[tuple[list[int], np.ndarray]]:
+    @property
+    def _tokenised_at_once(self) -> None:
+        """Blocks are loaded once for all conversations."""
+        return None
+
+    def _score_in_passes(self, sequences: Sequence[Tokens]) -> Iterator[tuple[list[int], np.ndarray]]:
         passes = list(self._batches(sequences))
         results: list[Tensor | None] = [None] * len(passes)
         for block in self._blocks:
