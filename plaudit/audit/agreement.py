@@ -8,10 +8,14 @@ A response is accepted if its reward is at least the threshold, and right if it 
     calibration error      Σ_b (n_b / n) · |mean reward in bin b − share of right responses in bin b|, over ten equal bins of [0, 1]
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from plaudit.audit.correlation import kendall, spearman
+import numpy as np
+
+from plaudit.audit.correlation import spearman
+from plaudit.statistics.ranking import kendall_tau_b
 
 BINS = 10
 
@@ -55,9 +59,10 @@ def reliability(rewards: Sequence[float], right: Sequence[bool]) -> dict[str, An
     return {"bins": bins, "calibration_error": error}
 
 
-def rank_agreement(rewards: Sequence[float], labels: Sequence[float], most: int = 5000) -> dict[str, Any]:
-    """Rank correlations with the labels; Kendall's, which is quadratic, only for the first `most`."""
-    return {"spearman": spearman(rewards, labels), "kendall": kendall(rewards[:most], labels[:most])}
+def rank_agreement(rewards: Sequence[float], labels: Sequence[float]) -> dict[str, Any]:
+    """Rank correlations with the labels; None where rewards or labels do not vary."""
+    tau_b = kendall_tau_b(np.asarray(rewards), np.asarray(labels))
+    return {"spearman": spearman(rewards, labels), "kendall": None if math.isnan(tau_b) else tau_b}
 
 
 def share(count: float, total: int) -> float | None:

@@ -2,8 +2,6 @@
 
     Pearson    r = Σ (x−x̄)(y−ȳ) / √(Σ (x−x̄)² Σ (y−ȳ)²)
     Spearman   ρ = r of the ranks; equal values share the mean of their ranks
-    Kendall    τ_b = (C − D) / √((n₀ − n₁)(n₀ − n₂)), C concordant and D discordant pairs, n₀ all pairs, n₁ and n₂ those
-               tied in x and in y
 
 Within strata (a prompt's group, responses with the same label), x and y are centred by stratum: what remains is their correlation
 among otherwise similar responses. Where strata would be too small (labels on a scale), the part explained by a third list z is
@@ -56,20 +54,6 @@ def spearman_partial(x: Sequence[float], y: Sequence[float], z: Sequence[float])
         return xy
     left = (1 - xz * xz) * (1 - yz * yz)
     return max(-1.0, min(1.0, (xy - xz * yz) / math.sqrt(left))) if left > 1e-9 else None
-
-
-def kendall(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """τ_b over all n² / 2 pairs, one row at a time."""
-    x_N, y_N = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    agree = tied_x = tied_y = 0
-    for i in range(len(x_N) - 1):
-        dx, dy = np.sign(x_N[i + 1 :] - x_N[i]), np.sign(y_N[i + 1 :] - y_N[i])
-        agree += int((dx * dy).sum())  # C − D
-        tied_x += int((dx == 0).sum())
-        tied_y += int((dy == 0).sum())
-    pairs = len(x_N) * (len(x_N) - 1) // 2
-    scale = math.sqrt((pairs - tied_x) * (pairs - tied_y))
-    return agree / scale if scale else None
 
 
 def _cosine(dx: np.ndarray, dy: np.ndarray) -> float | None:

@@ -3,10 +3,10 @@
 All are expectations over random subsets of k of the n samples, drawn without replacement.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import combinations
-from math import comb
 
 import numpy as np
 
@@ -35,7 +35,7 @@ def majority_at_k(
     if len(answers) != len(correct):
         raise ValueError(f"{len(answers)} answers, but {len(correct)} values of correct; give one for each")
     if k < 1 or k > len(answers):
-        return float("nan")
+        return math.nan
     distinct = {answer: i for i, answer in enumerate(dict.fromkeys(a for a in answers if a is not None))}
     none = len(distinct)
     answer_N = np.array([none if answer is None else distinct[answer] for answer in answers])
@@ -63,7 +63,7 @@ def best_of_k(proxy: np.ndarray, gold: np.ndarray, k: int) -> float:
     known_N = ~(np.isnan(proxy_N) | np.isnan(gold_N))
     n = int(known_N.sum())
     if k < 1 or k > n:
-        return float("nan")
+        return math.nan
     _, level_N, counts_L = np.unique(proxy_N[known_N], return_inverse=True, return_counts=True)
     gold_L = np.bincount(level_N, gold_N[known_N]) / counts_L
     best_L = np.diff(_share_of_subsets(np.cumsum(counts_L), np.asarray(n), np.asarray(k)), prepend=0.0)
@@ -90,6 +90,6 @@ def _share_of_subsets(m: np.ndarray, n: np.ndarray, k: np.ndarray) -> np.ndarray
 @lru_cache(maxsize=64)
 def _subsets(n: int, k: int, seed: int, draws: int) -> np.ndarray:
     """Indices [S, k]: all subsets if there are at most `draws`, else that many random ones, the same for every prompt."""
-    if comb(n, k) <= draws:
+    if math.comb(n, k) <= draws:
         return np.array(list(combinations(range(n), k)))
     return np.argsort(np.random.default_rng(seed).random((draws, n)), axis=1)[:, :k]

@@ -3,12 +3,14 @@
 NaN is a missing score: its candidate is left out. Callers count what is missing; an answer that counts 0 is theirs to count.
 """
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
-# Sums of the same numbers in another order differ by rounding; below this they are equal.
-ROUNDING = 1e-9
+# Sums of the same numbers in another order differ by rounding: sums this close, relative to their terms, are equal.
+ROUNDING = 1e-10
 # Signs of one chunk of permutations.
 CHUNK_SIGNS = 2**21
 
@@ -58,16 +60,16 @@ def kendall_tau_b(predicted: np.ndarray, truth: np.ndarray) -> float:
     C + D = n₀ − n₁ − n₂ + n₃. In order of x, D is the number of inversions of y (Knight 1966).
     """
     x, y = _known(predicted, truth)
-    _, x = np.unique(x, return_inverse=True)
-    _, y = np.unique(y, return_inverse=True)
     n = len(x)
-    n0 = n * (n - 1) // 2
-    n1, n2, n3 = _tied(x), _tied(y), _tied(x * n + y)
-    scale = (n0 - n1) * (n0 - n2)
+    _, x, x_counts = np.unique(x, return_inverse=True, return_counts=True)  # by rank from here
+    _, y, y_counts = np.unique(y, return_inverse=True, return_counts=True)
+    _, both_counts = np.unique(x * n + y, return_counts=True)
+    n0, n1, n2, n3 = n * (n - 1) // 2, _pairs_within(x_counts), _pairs_within(y_counts), _pairs_within(both_counts)
+    scale = math.sqrt((n0 - n1) * (n0 - n2))
     if not scale:
-        return float("nan")
+        return math.nan
     discordant = _inversions(y[np.lexsort((y, x))])
-    return (n0 - n1 - n2 + n3 - 2 * discordant) / scale**0.5
+    return (n0 - n1 - n2 + n3 - 2 * discordant) / scale
 
 
 def soft_pairwise_accuracy(
@@ -85,29 +87,47 @@ def soft_pairwise_accuracy(
     Pairs without a common segment are left out; NaN if there is no pair.
     """
     human_SK, metric_SK = np.asarray(human, dtype=np.float64), np.asarray(metric, dtype=np.float64)
-    segments, systems = human_SK.shape
-    weights_S = np.ones(segments, dtype=np.int64) if weights is None else np.asarray(weights).astype(np.int64)
+    if human_SK.shape != metric_SK.shape:
+        raise ValueError(f"human scores are {human_SK.shape}, metric scores {metric_SK.shape}; give both as [segments, systems]")
+    if weights is not None:
+        counts_S = np.asarray(weights).astype(np.intp)
+        if np.any(counts_S != weights) or np.any(counts_S < 0):
+            raise ValueError("weights must count segments: whole numbers from 0")
+        human_SK, metric_SK = np.repeat(human_SK, counts_S, axis=0), np.repeat(metric_SK, counts_S, axis=0)
+    missing_SK = np.isnan(human_SK) | np.isnan(metric_SK)
+    systems = human_SK.shape[1]
     first, second = np.triu_indices(systems, k=1)
-    human_SP, metric_SP = human_SK[:, first] - human_SK[:, second], metric_SK[:, first] - metric_SK[:, second]
-    missing_SP = np.isnan(human_SP) | np.isnan(metric_SP)
-    compared_P = weights_S @ ~missing_SP > 0
-    if not compared_P.any():
-        return float("nan")
-    differences_SQ = np.hstack([np.where(missing_SP, 0.0, d_SP)[:, compared_P] for d_SP in (human_SP, metric_SP)])
-    observed_Q = weights_S @ differences_SQ
-    rounding_Q = ROUNDING * (weights_S @ np.abs(differences_SQ))
+    compared = ~(missing_SK[:, first] | missing_SK[:, second]).all(axis=0)
+    if not compared.any():
+        return math.nan
+    first, second = first[compared], second[compared]
+    both = np.hstack([np.where(missing_SK, np.nan, human_SK), np.where(missing_SK, np.nan, metric_SK)])
+    p = _p_values(both, np.append(first, first + systems), np.append(second, second + systems), permutations, seed)
+    p_human, p_metric = np.split(p, 2)
+    return float(1 - np.abs(p_human - p_metric).mean())
 
+
+def _p_values(scores_SK: np.ndarray, first_P: np.ndarray, second_P: np.ndarray, permutations: int, seed: int) -> np.ndarray:
+    """For pairs of columns, p of the first being better, by the rows where neither is NaN."""
+
+    def differences(x_NK: np.ndarray) -> np.ndarray:
+        return x_NK[:, first_P] - x_NK[:, second_P]
+
+    complete = not np.isnan(scores_SK).any()
+    d_SP = np.nan_to_num(differences(scores_SK), nan=0.0)
+    size_K = np.nansum(np.abs(scores_SK), axis=0)
+    rounding_P = ROUNDING * (size_K[first_P] + size_K[second_P])
     generator = np.random.default_rng(seed)
-    greater_Q = np.zeros(len(observed_Q))
+    above_P = np.zeros(len(first_P))
+    segments = len(scores_SK)
     rows = max(1, CHUNK_SIGNS // segments)
     for start in range(0, permutations, rows):
-        shape = (min(rows, permutations - start), segments)
-        # The sum of w signs.
-        signs_BS = (2 * generator.binomial(weights_S, 0.5, size=shape) - weights_S).astype(np.float64)
-        above_BQ = signs_BS @ differences_SQ - observed_Q
-        greater_Q += (above_BQ > rounding_Q).sum(axis=0) + 0.5 * (np.abs(above_BQ) <= rounding_Q).sum(axis=0)
-    p_human, p_metric = np.split(greater_Q / permutations, 2)
-    return float(1 - np.abs(p_human - p_metric).mean())
+        signs_BS = 2.0 * generator.integers(2, size=(min(rows, permutations - start), segments), dtype=np.int8) - 1.0
+        # Without gaps, differences of the systems' sums: fewer columns than pairs.
+        permuted_BP = differences(signs_BS @ scores_SK) if complete else signs_BS @ d_SP
+        excess_BP = permuted_BP - d_SP.sum(axis=0)
+        above_P += (excess_BP > rounding_P).sum(axis=0) + 0.5 * (np.abs(excess_BP) <= rounding_P).sum(axis=0)
+    return above_P / permutations
 
 
 def _known(predicted: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -122,8 +142,14 @@ def _known(predicted: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.nda
 def _pairs(predicted: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Differences of all pairs, predicted and true."""
     x, y = _known(predicted, truth)
-    first, second = np.triu_indices(len(x), k=1)
+    first, second = _pair_indices(len(x))
     return _difference(x[first], x[second]), _difference(y[first], y[second])
+
+
+@lru_cache(maxsize=32)
+def _pair_indices(n: int) -> tuple[np.ndarray, np.ndarray]:
+    first, second = np.triu_indices(n, k=1)
+    return first, second
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -133,14 +159,13 @@ def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def _agreement(predicted_P: np.ndarray, truth_P: np.ndarray, epsilon: float) -> float:
     if not len(predicted_P):
-        return float("nan")
+        return math.nan
     relation_P = np.where(np.abs(predicted_P) <= epsilon, 0.0, np.sign(predicted_P))
     return float((relation_P == np.sign(truth_P)).mean())
 
 
-def _tied(ranks: np.ndarray) -> int:
-    _, counts = np.unique(ranks, return_counts=True)
-    return int((counts * (counts - 1) // 2).sum())
+def _pairs_within(sizes: np.ndarray) -> int:
+    return int((sizes * (sizes - 1) // 2).sum())
 
 
 def _inversions(ranks: np.ndarray) -> int:
