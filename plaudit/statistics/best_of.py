@@ -25,7 +25,7 @@ def majority(answers: Sequence[Hashable | None], correct: Sequence[float]) -> fl
     An answer is as correct as its samples are on average. None is no answer: it never wins, and if all are None the result is 0.
     NaN without samples.
     """
-    return majority_at_k(answers, correct, len(answers), seed=0)
+    return majority_at_k(answers, correct, len(answers)) if len(answers) else math.nan
 
 
 def majority_at_k(
@@ -34,7 +34,9 @@ def majority_at_k(
     """Expected `majority` of k of the n samples: over all subsets, or over `draws` random ones if there are more. NaN if k > n."""
     if len(answers) != len(correct):
         raise ValueError(f"{len(answers)} answers, but {len(correct)} values of correct; give one for each")
-    if k < 1 or k > len(answers):
+    if k < 1:
+        raise ValueError("k must be at least 1")
+    if k > len(answers):
         return math.nan
     distinct = {answer: i for i, answer in enumerate(dict.fromkeys(a for a in answers if a is not None))}
     none = len(distinct)
@@ -62,7 +64,7 @@ def best_of_k(proxy: np.ndarray, gold: np.ndarray, k: int) -> float:
     proxy_N, gold_N = np.asarray(proxy, dtype=np.float64), np.asarray(gold, dtype=np.float64)
     known_N = ~(np.isnan(proxy_N) | np.isnan(gold_N))
     n = int(known_N.sum())
-    if k < 1 or k > n:
+    if k > n:
         return math.nan
     _, level_N, counts_L = np.unique(proxy_N[known_N], return_inverse=True, return_counts=True)
     gold_L = np.bincount(level_N, gold_N[known_N]) / counts_L
@@ -83,7 +85,7 @@ def _share_of_subsets(m: np.ndarray, n: np.ndarray, k: np.ndarray) -> np.ndarray
         raise ValueError("k must be at least 1")
     share = np.where(k > n, np.nan, 1.0)
     for i in range(int(k.max(initial=0))):
-        share = np.where(i < np.minimum(k, n), share * np.maximum(m - i, 0) / np.maximum(n - i, 1), share)
+        share = np.where(i < k, share * (m - i) / np.maximum(n - i, 1), share)  # once 0, it stays 0
     return share
 
 

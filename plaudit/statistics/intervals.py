@@ -84,13 +84,8 @@ def mean(values: np.ndarray, *, strata: np.ndarray | None = None, **options: Any
     x_I = np.asarray(values, dtype=np.float64)
     kept_I = ~np.isnan(x_I)
     x_I = x_I[kept_I]
-    centre = x_I.mean() if len(x_I) else 0.0
-    dx_I = x_I - centre  # equal items get an interval of exactly their value
-
-    def weighted_mean(weights_BI: np.ndarray) -> np.ndarray:
-        return centre + weights_BI @ dx_I / len(dx_I)
-
-    return bootstrap(weighted_mean, len(x_I), strata=None if strata is None else np.asarray(strata)[kept_I], **options)
+    strata = None if strata is None else np.asarray(strata)[kept_I]
+    return bootstrap(lambda weights_BI: weights_BI @ x_I / len(x_I), len(x_I), strata=strata, **options)
 
 
 def mean_difference(a: np.ndarray, b: np.ndarray, **options: Any) -> Estimate:

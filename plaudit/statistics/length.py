@@ -44,8 +44,10 @@ def length_preference(
     difference, credit = difference[known], credit[known]
     longer, shorter = difference > 0, difference < 0
     unequal = longer | shorter
-    edges = np.unique(np.quantile(difference, np.linspace(0, 1, bins + 1))) if len(difference) else np.empty(0)
-    index = np.searchsorted(edges[1:-1], difference, side="right")
+    # Equal differences share the quantile in their middle, and so a bin.
+    _, level, counts = np.unique(difference, return_inverse=True, return_counts=True)
+    quantile = ((np.cumsum(counts) - counts / 2) / max(1, len(difference)))[level]
+    bin_of = (quantile * bins).astype(np.intp)
     return {
         "right_longer": mean(credit[longer], **options),
         "right_shorter": mean(credit[shorter], **options),
@@ -53,8 +55,8 @@ def length_preference(
         "prefers_longer": mean(np.where(longer, credit, 1 - credit)[unequal], **options),
         "longer_is_right": mean(longer[unequal], **options),
         "bins": [
-            {"low": float(inside.min()), "high": float(inside.max()), "accuracy": mean(credit[index == b], **options)}
-            for b in range(len(edges))
-            if len(inside := difference[index == b])
+            {"low": float(inside.min()), "high": float(inside.max()), "accuracy": mean(credit[bin_of == b], **options)}
+            for b in range(bins)
+            if len(inside := difference[bin_of == b])
         ],
     }

@@ -1,6 +1,6 @@
 """Agreement of predicted scores with reference scores: of candidates in a group, and of systems.
 
-NaN is a missing score: its candidate is left out. Callers count what is missing; an answer that counts 0 is theirs to count.
+NaN is a missing score: its candidate is left out. Where a missing score counts as wrong, callers say so.
 """
 
 import math
@@ -82,9 +82,9 @@ def soft_pairwise_accuracy(
 
         p = (#{Σ σ_s d_s > Σ d_s} + ½ #{Σ σ_s d_s = Σ d_s}) / permutations
 
-    Ties count half, so that equal systems have p = ½ and SPA does not depend on the order of the systems. Human and metric have the
-    same signs. `weights` are counts of segments, as bootstraps draw them: a segment that counts w times has w signs.
-    Pairs without a common segment are left out; NaN if there is no pair.
+    Ties count half (in full in the authors' code), so that equal systems have p = ½ and SPA does not depend on the order of the
+    systems. Human and metric have the same signs. `weights` are counts of segments, as bootstraps draw them: a segment that counts
+    w times has w signs. Pairs without a common segment are left out; NaN if there is no pair.
     """
     human_SK, metric_SK = np.asarray(human, dtype=np.float64), np.asarray(metric, dtype=np.float64)
     if human_SK.shape != metric_SK.shape:
@@ -115,6 +115,7 @@ def _p_values(scores_SK: np.ndarray, first_P: np.ndarray, second_P: np.ndarray, 
 
     complete = not np.isnan(scores_SK).any()
     d_SP = np.nan_to_num(differences(scores_SK), nan=0.0)
+    observed_P = d_SP.sum(axis=0)
     size_K = np.nansum(np.abs(scores_SK), axis=0)
     rounding_P = ROUNDING * (size_K[first_P] + size_K[second_P])
     generator = np.random.default_rng(seed)
@@ -125,7 +126,7 @@ def _p_values(scores_SK: np.ndarray, first_P: np.ndarray, second_P: np.ndarray, 
         signs_BS = 2.0 * generator.integers(2, size=(min(rows, permutations - start), segments), dtype=np.int8) - 1.0
         # Without gaps, differences of the systems' sums: fewer columns than pairs.
         permuted_BP = differences(signs_BS @ scores_SK) if complete else signs_BS @ d_SP
-        excess_BP = permuted_BP - d_SP.sum(axis=0)
+        excess_BP = permuted_BP - observed_P
         above_P += (excess_BP > rounding_P).sum(axis=0) + 0.5 * (np.abs(excess_BP) <= rounding_P).sum(axis=0)
     return above_P / permutations
 

@@ -47,8 +47,6 @@ def test_pass_at_k_rejects_impossible_counts():
     for c in (-1, 5):
         with pytest.raises(ValueError, match="between 0 and n"):
             pass_at_k(4, c, 1)
-    with pytest.raises(ValueError, match="k must be at least 1"):
-        pass_at_k(4, 2, 0)
 
 
 # Majority vote -------------------------------------------------------------------------------------------------------
@@ -158,3 +156,9 @@ def test_kl_of_best_of_n():
     u = (np.arange(100_000) + 0.5) / 100_000
     density = 16 * u**15
     assert float(best_of_n_kl(16)) == pytest.approx(np.mean(density * np.log(density)), rel=1e-4)
+
+
+def test_k_is_at_least_one():
+    for call in (lambda: pass_at_k(4, 2, 0), lambda: majority_at_k(["7"], [1.0], 0), lambda: best_of_k(np.ones(2), np.ones(2), 0)):
+        with pytest.raises(ValueError, match="k must be at least 1"):
+            call()

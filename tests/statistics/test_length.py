@@ -44,10 +44,18 @@ def test_bins_by_quantiles():
     assert [b["accuracy"].value for b in found] == [0.0, 0.0, 1.0, 1.0]
 
 
-def test_bins_of_few_different_lengths():
-    assert [b["low"] for b in length_preference(np.zeros(5), np.ones(5))["bins"]] == [0.0]
-    found = length_preference(np.array([-1] * 9 + [4]), np.ones(10))["bins"]
-    assert [(b["low"], b["high"], b["accuracy"].n) for b in found] == [(-1, -1, 9), (4, 4, 1)]
+@pytest.mark.parametrize(
+    ("difference", "expected"),
+    [
+        ([0] * 5, [(0, 0, 5)]),
+        ([0] * 6 + [1, 2, 3, 4], [(0, 0, 6), (1, 4, 4)]),  # equal differences are not divided
+        ([-4, -3, -2, -1] + [0] * 6, [(-4, -1, 4), (0, 0, 6)]),
+        ([2, 1, 3], [(1, 1, 1), (2, 3, 2)]),
+    ],
+)
+def test_bins_of_few_different_lengths(difference, expected):
+    found = length_preference(np.array(difference), np.ones(len(difference)), bins=2)["bins"]
+    assert [(b["low"], b["high"], b["accuracy"].n) for b in found] == expected
 
 
 def test_no_pairs():

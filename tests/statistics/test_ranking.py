@@ -95,6 +95,16 @@ def test_tie_threshold_of_groups_with_missing_scores():
     assert best_epsilon(predicted, truth) == 1.0
 
 
+def test_rounding_does_not_choose_the_threshold():
+    # One of three pairs is right at ε = 0, another at ε = 3; thirds of thirds do not add up exactly.
+    predicted, truth = (
+        [np.array([2, 0, 3]), np.array([3, 3]), np.array([1, 1])],
+        [np.array([1, 0, 0]), np.array([0, 0]), np.array([2, 2])],
+    )
+    assert acc_eq(predicted, truth, 0).tolist() == acc_eq(predicted, truth, 3).tolist() == [1 / 3, 1, 1]
+    assert best_epsilon(predicted, truth) == 0.0
+
+
 @settings(max_examples=60, deadline=None)
 @given(groups=st.lists(GROUP, min_size=1, max_size=6))
 def test_best_threshold_is_the_smallest_of_the_best(groups):
@@ -205,6 +215,13 @@ def test_spa_by_hand():
 def test_spa_matches_all_permutations():
     human, metric = scores_of(7, 4, seed=0)
     assert soft_pairwise_accuracy(human, metric, permutations=40_000) == pytest.approx(exact_spa(human, metric), abs=0.01)
+
+
+def test_rounding_does_not_break_ties_between_permutations():
+    human = np.array([[0.1, 0.0], [0.2, 0.0], [0.0, 0.3], [0.3, 0.0], [0.7, 0.6], [0.0, 0.1]])  # 0.1 + 0.2 − 0.3 is not 0
+    metric = np.zeros_like(human)
+    found = soft_pairwise_accuracy(human, metric, permutations=40_000)
+    assert found == pytest.approx(exact_spa(human, metric), abs=0.01)
 
 
 def test_spa_uses_segments_that_both_systems_have():
