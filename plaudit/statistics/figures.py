@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from plaudit.statistics.intervals import Estimate, resample_weights
+from plaudit.statistics.intervals import Estimate, percentile_interval, resample_weights
 
 K = TypeVar("K", bound=Hashable)
 """What identifies a figure."""
@@ -66,11 +66,7 @@ def estimate_all(
     for weights_BP in resample_weights(int(prompt_I.max()) + 1, resampling.resamples, resampling.seed):
         for name, found in statistic(weights_BP[:, prompt_I]).items():
             drawn[name].append(found)
-    outside = (1 - resampling.confidence) / 2
-    results = {}
-    for name, value in values.items():
-        resampled = np.concatenate(drawn[name])
-        resampled = resampled[~np.isnan(resampled)]
-        low, high = np.quantile(resampled, [outside, 1 - outside]) if len(resampled) else (np.nan, np.nan)
-        results[name] = Estimate(value, float(low), float(high), items_of[name])
-    return results
+    return {
+        name: percentile_interval(value, np.concatenate(drawn[name]), items_of[name], resampling.confidence)
+        for name, value in values.items()
+    }

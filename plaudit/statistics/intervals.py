@@ -63,20 +63,22 @@ def bootstrap(
     confidence: float = 0.95,
     strata: np.ndarray | None = None,
 ) -> Estimate:
-    """Percentile interval of `statistic`, which maps weights [B, I] to values [B]; the value is that of weights 1.
-
-    Resamples whose value is NaN (none of their items counts) are ignored.
-    """
+    """Percentile interval of `statistic`, which maps weights [B, I] to values [B]; the value is that of weights 1."""
     if n_items == 0:
         return Estimate(np.nan, np.nan, np.nan, 0)
     value = float(statistic(np.ones((1, n_items)))[0])
     values_B = np.concatenate([statistic(weights_BI) for weights_BI in resample_weights(n_items, resamples, seed, strata)])
+    return percentile_interval(value, values_B, n_items, confidence)
+
+
+def percentile_interval(value: float, values_B: np.ndarray, n: int, confidence: float) -> Estimate:
+    """A value, and the middle `confidence` of its resamples; those that are NaN (none of their items counts) are ignored."""
     values_B = values_B[~np.isnan(values_B)]
     if np.isnan(value) or not len(values_B):
-        return Estimate(value, np.nan, np.nan, n_items)
+        return Estimate(value, np.nan, np.nan, n)
     outside = (1 - confidence) / 2
     low, high = np.quantile(values_B, [outside, 1 - outside])
-    return Estimate(value, float(low), float(high), n_items)
+    return Estimate(value, float(low), float(high), n)
 
 
 def mean(values: np.ndarray, *, strata: np.ndarray | None = None, **options: Any) -> Estimate:
