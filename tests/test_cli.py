@@ -171,7 +171,7 @@ def test_short_help_option_and_examples(plaudit, verb, explains):
         (["train"], "plaudit train is not a command. To train, name the stage: plaudit sft, dpo, reward-model or rl, then R.yaml."),
         (["grpo", "R.yaml"], "algorithm of plaudit rl"),
         (["PPO"], "algorithm of plaudit rl"),
-        (["eval"], "plaudit sample MODEL"),
+        (["benchmark"], "Did you mean plaudit eval?"),
         (["rm"], "Did you mean plaudit reward-model?"),
         (["chat"], "Did you mean plaudit ask?"),
         (["doktor"], "plaudit doktor is not a command. Did you mean plaudit doctor?"),

@@ -6,8 +6,8 @@ normalised. They are written with 12 digits: 0.1 + 0.2 is 0.3, and not 0.3000000
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -33,12 +33,12 @@ from plaudit.rewards.cache import HARMLESS, settings_without
 from plaudit.rewards.client import GIVEN_UP
 from plaudit.rewards.combine import NO_REWARD
 from plaudit.rewards.runner import RewardRunner
+from plaudit.rewards.streaming import stream
 from plaudit.scoring import result_of
-from plaudit.types import ScoredGroup
+from plaudit.types import Group, ScoredGroup
 
-ROWS_AT_ONCE, MOST_ROWS_AT_ONCE = 256, 8192
-CHUNK_S = 10.0
-"""How long the rows that are scored at once should take: waiting for the last of them, and writing them, must not count."""
+ROWS_AT_ONCE = 1024
+"""Rows being scored at the same time. Enough for the batches of a model; a judge's limits are its own."""
 DIGITS = 12
 """Of a reward in the output. A sum of several is exact to about 15."""
 Row = dict[str, Any]
@@ -234,45 +234,46 @@ def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner) ->
     activity = Activity()
     with StepProgress(job.label, total, summary.rows, activity=activity) as progress:
 
-        def scored(rows: Iterator[LocatedRow]) -> Iterator[Row]:
-            at_once = ROWS_AT_ONCE
-            while chunk := list(islice(rows, at_once)):
-                chunk_began = time.perf_counter()
-                results = _score_chunk(job, chunk, runner, count_tokens, activity)
-                if time.perf_counter() - chunk_began < CHUNK_S / 2:
-                    at_once = min(2 * at_once, MOST_ROWS_AT_ONCE)
-                for row in results:
-                    summary.add(row)
+        def scored(rows: Iterator[LocatedRow], count: int) -> Iterator[Row]:
+            for row in _score_rows(job, rows, count, runner, count_tokens, activity):
+                summary.add(row)
                 summary.per_s = (summary.means.responses - before) / (time.perf_counter() - began)
                 progress.update(summary.rows, {"time/responses_per_s": summary.per_s})
-                yield from results
+                yield row
 
         if failed:
             chosen = set(failed)
-            again = scored(row for number, row in enumerate(islice(job.rows.read(), total)) if number in chosen)
+            rows = (row for number, row in enumerate(islice(job.rows.read(), total)) if number in chosen)
+            again = scored(rows, len(failed))
             file.replace(dict(zip(failed, again, strict=True)))
-        for row in scored(islice(job.rows.read(), len(file.done), total)):
+        for row in scored(islice(job.rows.read(), len(file.done), total), total - len(file.done)):
             file.write(row)
     file.sync()
     return summary
 
 
-def _score_chunk(
+def _score_rows(
     job: ScoreJob,
-    chunk: Sequence[LocatedRow],
+    rows: Iterable[LocatedRow],
+    count: int,
     runner: RewardRunner,
     count_tokens: Callable[[str], int] | None,
     activity: Activity,
-) -> list[Row]:
-    """Rows with their results."""
-    groups = [with_token_counts(parse_group(row, id, where), count_tokens) for row, id, where in chunk]
-    with activity.phase("rows under way", prompts=len(groups)) as phase:
-        results = runner.collect(groups, training=False, report=partial(_report, phase, runner))
-    _stop_if_given_up(results, job.out)  # before writing lines: once fixed, these rows are scored again
-    return [
-        {"id": id} | row | _with_digits(result_of(scored, many=has_several_responses(row), details=job.details))
-        for (row, id, _), scored in zip(chunk, results, strict=True)
-    ]
+) -> Iterator[Row]:
+    """Rows with their results, in order."""
+    waiting: deque[tuple[Row, str]] = deque()
+
+    def groups() -> Iterator[Group]:
+        for row, id, where in rows:
+            waiting.append((row, id))
+            yield with_token_counts(parse_group(row, id, where), count_tokens)
+
+    with activity.phase("rows", prompts=count) as phase:
+        for scored in stream(runner, groups(), ROWS_AT_ONCE, partial(_report, phase, runner)):
+            _stop_if_given_up(scored, job.out)  # before its line is written: once fixed, this row is scored again
+            row, id = waiting.popleft()
+            result = result_of(scored, many=has_several_responses(row), details=job.details)
+            yield {"id": id} | row | _with_digits(result)
 
 
 def _with_digits(result: Row) -> Row:
@@ -295,12 +296,11 @@ def _report(phase: Phase, runner: RewardRunner, sampled: int, scored: int) -> No
     phase.update(sampled, scored, runner.model_calls())
 
 
-def _stop_if_given_up(results: Sequence[ScoredGroup], out: Path) -> None:
+def _stop_if_given_up(scored: ScoredGroup, out: Path) -> None:
     """Stop if a reward was given up on; scores from before that are in the cache."""
-    for scored in results:
-        for label, scores in scored.by_reward.items():
-            failure = next((score.failure for score in scores if score.failure and score.failure.cause == GIVEN_UP), None)
-            if failure is not None:
-                raise TrainingStopped(
-                    f"reward '{label}' {failure.message}. Fix it, then run the same command to resume; {out} keeps its rows."
-                )
+    for label, scores in scored.by_reward.items():
+        failure = next((score.failure for score in scores if score.failure and score.failure.cause == GIVEN_UP), None)
+        if failure is not None:
+            raise TrainingStopped(
+                f"reward '{label}' {failure.message}. Fix it, then run the same command to resume; {out} keeps its rows."
+            )

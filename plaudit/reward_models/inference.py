@@ -1,4 +1,5 @@
-"""What a model in this process computes: scores, or answers. Everything here runs in the model's own thread."""
+"""What a model in this process computes: scores, or answers. Everything here but `prepare` runs in the model's own
+thread."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,6 +21,8 @@ Result = TypeVar("Result")
 class Inference(ABC, Generic[Item, Result]):
     gather_s: ClassVar[float] = 0.0
     """How long the first request of a batch waits for others."""
+    most_items: ClassVar[int | None] = None
+    """A batch with this many items takes no further request: its results are known while the next one is computed."""
 
     def __init__(self, settings: RewardModel, device: torch.device, closing: Callable[[], bool]):
         """`closing`: whether the model is being closed, so results are no longer needed."""
@@ -54,8 +57,12 @@ class Inference(ABC, Generic[Item, Result]):
     def detach(self) -> None:
         """Drop every reference to the model, whose weights are about to be freed. Also called when there was none."""
 
+    def prepare(self, item: Item) -> Any:
+        """What `compute` gets of an item: whatever needs no device. In another thread, while the model computes."""
+        return item
+
     @abstractmethod
-    def compute(self, items: list[Item]) -> list[Result]:
+    def compute(self, items: list[Any]) -> list[Result]:
         """A result for each item, in order. Never raises because of a single item."""
 
     @abstractmethod

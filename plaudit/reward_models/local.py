@@ -8,6 +8,7 @@ apply: nothing here can hang, and an answer ends at max_new_tokens.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ class LocalModel(Backend):
         self.settings, self.scalar, self.independent, self.usage = settings, scalar, independent and scalar, Usage()
         self._device, self._part = device, part
         self._thread: ModelThread[Any, Any] | None = None
+        self._preparing: ThreadPoolExecutor | None = None
+        """One thread: requests keep their order, and tokenizers are not made for several."""
         self._inference: Inference[Any, Any] | None = None
         self._weights: OffloadableWeights[nn.Module] | None = None
         self._not_loaded = Failure("not_loaded", f"{settings.path} is offloaded, and was not loaded before it was called")
@@ -68,7 +71,14 @@ class LocalModel(Backend):
             device = self._device
         divided = self._part is None and isinstance(self.settings.rank, tuple)
         kind = BlockByBlockInference if divided else ScalarInference if self.scalar else TextGeneration
-        thread = self._thread = ModelThread(f"model {self.settings.path}", self._compute_batch, device, gather_s=kind.gather_s)
+        thread = self._thread = ModelThread(
+            f"model {self.settings.path}",
+            self._compute_batch,
+            device,
+            gather_s=kind.gather_s,
+            most_items=kind.most_items if self._part is None else None,
+        )
+        self._preparing = ThreadPoolExecutor(1, thread_name_prefix=f"prepare {self.settings.path}")
         inference = self._inference = kind(self.settings, device, thread.closing.is_set)
         if isinstance(inference, ScalarInference):
             inference.part = self._part
@@ -82,6 +92,8 @@ class LocalModel(Backend):
         thread, self._thread = self._thread, None
         if thread is not None:
             await thread.close(self._drop)
+        if self._preparing is not None:
+            self._preparing.shutdown(wait=False)
 
     async def load(self) -> None:
         """If loading fails, so do the requests that follow."""
@@ -96,7 +108,8 @@ class LocalModel(Backend):
         """Of a divided model, in this process and in those with later blocks."""
         assert self._thread is not None
         others = [] if self._part is None or self._part.is_last else [self._part.call_next(method)]
-        await asyncio.gather(self._thread.do(do), *others)
+        thread = self._thread
+        await asyncio.gather(self._in_turn(lambda: thread.put_task(do)), *others)
 
     def info(self) -> ModelInfo:
         inference = self._inference
@@ -131,10 +144,8 @@ class LocalModel(Backend):
         try:
             if thread is None:
                 raise Closed("the model has been closed")
-            if self.independent:
-                [results] = await thread.compute([items])
-            else:
-                results = await thread.compute(items)
+            results = await self._in_turn(lambda: self._prepare_and_put(thread, items))
+            results = results[0] if self.independent else results
         except PeerLost:
             raise
         except Exception as error:
@@ -146,6 +157,15 @@ class LocalModel(Backend):
             for counts in (usage.failures, usage.faults):
                 counts[failure.cause] = counts.get(failure.cause, 0) + 1
         return results
+
+    async def _in_turn(self, put: Callable[[], Future[Any]]) -> Any:
+        """What the model's thread makes of something that is put into its queue once all that came before has been prepared."""
+        return await asyncio.wrap_future(await asyncio.get_running_loop().run_in_executor(self._preparing, put))
+
+    def _prepare_and_put(self, thread: ModelThread[Any, Any], items: Sequence[Any]) -> Future[list[Any]]:
+        assert self._inference is not None
+        prepared = [self._inference.prepare(item) for item in items]
+        return thread.put([prepared] if self.independent else prepared)
 
     # In the thread ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """A thread that runs one model, so that the event loop never blocks.
 
-It takes everything in its queue and computes it as one batch: many small concurrent requests cost a few passes. Loading and
-unloading go through the same queue, after all requests that came before.
+It takes everything in its queue (or `most_items` of it) and computes it as one batch: many small concurrent requests cost a few
+passes. Loading and unloading go through the same queue, after all requests that came before.
 """
 
 import asyncio
@@ -36,9 +36,18 @@ class _Task(NamedTuple):
 class ModelThread(Generic[Item, Result]):
     """`compute` gets all waiting items, in order of arrival, and returns a result for each."""
 
-    def __init__(self, name: str, compute: Callable[[list[Item]], list[Result]], device: torch.device, *, gather_s: float = 0.0):
-        """`gather_s`: how long the first request waits for others to join its batch."""
-        self._compute, self._device, self._gather_s = compute, device, gather_s
+    def __init__(
+        self,
+        name: str,
+        compute: Callable[[list[Item]], list[Result]],
+        device: torch.device,
+        *,
+        gather_s: float = 0.0,
+        most_items: int | None = None,
+    ):
+        """`gather_s`: how long the first request waits for others to join its batch. `most_items`: a batch with as many takes no
+        further request."""
+        self._compute, self._device, self._gather_s, self._most_items = compute, device, gather_s, most_items
         self._queue: queue.SimpleQueue[_Request | _Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self.closing = threading.Event()
@@ -51,11 +60,22 @@ class ModelThread(Generic[Item, Result]):
 
     async def compute(self, items: Sequence[Item]) -> list[Result]:
         """A result for each item. A caller that is cancelled while waiting is skipped."""
-        return await asyncio.wrap_future(self._put(_Request(items, Future()))) if items else []
+        return await asyncio.wrap_future(self.put(items))
 
     async def do(self, task: Callable[[], Any]) -> Any:
         """Run another task in the thread, in its turn."""
-        return await asyncio.wrap_future(self._put(_Task(task, Future())))
+        return await asyncio.wrap_future(self.put_task(task))
+
+    def put(self, items: Sequence[Item]) -> Future[list[Result]]:
+        """`compute` from another thread."""
+        if items:
+            return self._put(_Request(items, Future()))
+        nothing: Future[list[Result]] = Future()
+        nothing.set_result([])
+        return nothing
+
+    def put_task(self, task: Callable[[], Any]) -> Future[Any]:
+        return self._put(_Task(task, Future()))
 
     async def close(self, last: Callable[[], Any]) -> None:
         """Waiting requests fail with Closed; `last` runs in the thread before it ends. A second call does nothing."""
@@ -99,7 +119,11 @@ class ModelThread(Generic[Item, Result]):
         waiting = [self._queue.get()]
         if self._gather_s and isinstance(waiting[0], _Request):
             time.sleep(self._gather_s)
+        items = 0
         while True:
+            items += len(waiting[-1].items) if isinstance(waiting[-1], _Request) else 0
+            if self._most_items is not None and items >= self._most_items:
+                return waiting
             try:
                 waiting.append(self._queue.get_nowait())
             except queue.Empty:

@@ -1,5 +1,5 @@
-"""Scalar models: conversations → scores, packed into as few forward passes as possible. Of a large batch, the next conversations
-are tokenised while the device computes.
+"""Scalar models: conversations → scores, packed into as few forward passes as possible. They are tokenised in a thread of their
+own, while the device computes those before.
 
 Identical conversations are scored once. That saves work and makes their scores bit-identical: rounding depends on what a sequence
 is packed with, and a group of identical answers whose scores differ by 1e-7 would have a standard deviation to divide by.
@@ -8,7 +8,7 @@ is packed with, and a group of identical answers whose scores differ by 1e-7 wou
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import ClassVar
 
 import numpy as np
@@ -41,12 +41,11 @@ from plaudit.types import Batch, Failure, Message
 Conversation = list[Message]
 Tokens = tuple[int, ...]
 POLL_S = 0.2
-TOKENISED_AT_ONCE = 256
-"""Conversations. Enough for several passes, so that packing loses little."""
 
 
 class ScalarInference(Inference[Conversation, ScalarScore]):
     gather_s: ClassVar[float] = 0.005
+    most_items: ClassVar[int | None] = 512  # enough for many passes, so that packing loses little
     transcript: Transcript
     model: ScalarModel | None = None
     part: ModelPart | None = None
@@ -77,32 +76,13 @@ class ScalarInference(Inference[Conversation, ScalarScore]):
     def failed(self, failure: Failure) -> ScalarScore:
         return ScalarScore(None, failure)
 
-    def compute(self, items: list[Conversation]) -> list[ScalarScore]:
-        scores: dict[Tokens, ScalarScore] = {}
-        results: list[ScalarScore] = []
-        for tokenised in self._tokenise(items):
-            new = list(dict.fromkeys(tokens for tokens in tokenised if isinstance(tokens, tuple) and tokens not in scores))
-            scores |= zip(new, bisect_failures(new, self._score, self.failed), strict=True)
-            results += [scores[tokens] if isinstance(tokens, tuple) else tokens for tokens in tokenised]
-        return results
+    def prepare(self, item: Conversation) -> "Tokens | ScalarScore":
+        return self._tokens(item)
 
-    @property
-    def _tokenised_at_once(self) -> int | None:
-        """None: all conversations, because passes of a divided model overlap."""
-        return TOKENISED_AT_ONCE if self.part is None else None
-
-    def _tokenise(self, items: list[Conversation]) -> Iterator[list[Tokens | ScalarScore]]:
-        """The tokens of all items, a slice at a time; the next slice is tokenised while this one is scored."""
-        size = self._tokenised_at_once or len(items)
-        slices = [items[at : at + size] for at in range(0, len(items), size)]
-        if len(slices) < 2:
-            yield from (list(map(self._tokens, some)) for some in slices)
-            return
-        with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as ahead:
-            following = ahead.submit(lambda: list(map(self._tokens, slices[0])))
-            for some in [*slices[1:], []]:
-                tokenised, following = following.result(), ahead.submit(lambda some=some: list(map(self._tokens, some)))
-                yield tokenised
+    def compute(self, items: "list[Tokens | ScalarScore]") -> list[ScalarScore]:
+        unique = list(dict.fromkeys(tokens for tokens in items if isinstance(tokens, tuple)))
+        scores = dict(zip(unique, bisect_failures(unique, self._score, self.failed), strict=True))
+        return [scores[tokens] if isinstance(tokens, tuple) else tokens for tokens in items]
 
     def _tokens(self, messages: Conversation) -> Tokens | ScalarScore:
         """The conversation's tokens, or the result of one that cannot be scored."""
@@ -166,6 +146,8 @@ class BlockByBlockInference(ScalarInference):
     """A divided model in a single process, which has never more than one of its blocks: slow, and enough to check a model that is
     too large for one device."""
 
+    most_items: ClassVar[int | None] = None  # the blocks are loaded once for all
+
     def check(self, config: PretrainedConfig) -> None:
         super().check(config)
         self._blocks = scalar_blocks(self.settings)
@@ -174,11 +156,6 @@ class BlockByBlockInference(ScalarInference):
         return nn.Module()  # each batch of calls loads the blocks
 
     def attach(self, model: nn.Module) -> None: ...
-
-    @property
-    def _tokenised_at_once(self) -> None:
-        """Blocks are loaded once for all conversations."""
-        return None
 
     def _score_in_passes(self, sequences: Sequence[Tokens]) -> Iterator[tuple[list[int], np.ndarray]]:
         passes = list(self._batches(sequences))

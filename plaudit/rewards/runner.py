@@ -105,7 +105,7 @@ class RewardRunner:
         self._queue = DeviceQueue(self._device, self._score_deferred)
         self._step: StepCounts | None = None
         """Of the last `collect`."""
-        self._tolerant, self._repeatable = tolerant, repeatable
+        self.tolerant, self._repeatable = tolerant, repeatable
         self._world = world
         self._peers: ModelPeers | None = None
         self._last_usage: dict[str, UsageTotals] = {}
@@ -174,7 +174,7 @@ class RewardRunner:
         self, groups: Iterable[Group], expected: int | None = None, *, report: Callable[[int, int], None] = _ignore
     ) -> "list[Rewarded]":
         """As `collect`, with each reward's scores of each group, to be combined when those of the whole step are there."""
-        self._step = step = StepCounts(self.rewards, expected, self._tolerant)
+        self._step = step = StepCounts(self.rewards, expected, self.tolerant)
         sampled: list[Group] = []
         scoring: Handover[Group, ByLabel] = Handover(self._loop, lambda group: self._score(group, step))
         deferred: Handover[list[ByLabel], None] = Handover(self._loop, lambda found: self._score_deferred_in(step, sampled, found))
@@ -216,7 +216,7 @@ class RewardRunner:
 
     def require_few_failures(self, step: "Sequence[Rewarded]") -> None:
         """Raise TrainingStopped if a reward has failed too often in a step that several processes have scored."""
-        counts = StepCounts(self.rewards, sum(len(one.group.samples) for one in step), self._tolerant)
+        counts = StepCounts(self.rewards, sum(len(one.group.samples) for one in step), self.tolerant)
         for one in step:
             counts.count(one.group, one.scores)
         counts.check()
@@ -239,10 +239,15 @@ class RewardRunner:
         if self._step is not None and self._step.stopped:
             self._step.check()
 
-    async def score(self, group: Group) -> ScoredGroup:
+    @property
+    def in_passes(self) -> bool:
+        """Whether models share the device, so that many groups should be scored together."""
+        return bool(self._deferred) or self.rests
+
+    async def score(self, group: Group, step: StepCounts | None = None) -> ScoredGroup:
         """One group, as soon as it can be scored; on the rewards' event loop. As in validation nothing is normalised, and a failure
-        stops nothing: it is in the scores. Cancelling it cancels its calls."""
-        scores = await self._score(group)
+        stops nothing unless there is a `step`: it is in the scores. Cancelling it cancels its calls."""
+        scores = await self._score(group, step)
         if self._deferred:
             await self._queue.score(group, scores)
         return await self._combine_in_turns(group, scores)

@@ -212,20 +212,6 @@ def test_conversations_that_are_too_long_are_marked_and_not_scored(classifier):
     assert verdict.too_long
 
 
-def test_conversations_that_are_tokenised_ahead_keep_their_results(classifier, monkeypatch):
-    """Slices of a large batch: the same scores in the same order; equal conversations in different slices have equal bits."""
-    conversations = [talk(i % 7) for i in range(20)] + [[{"role": "user", "content": "1 " * 3000}]]
-    together = score_all(classifier, conversations)
-    monkeypatch.setattr(scalar_inference, "TOKENISED_AT_ONCE", 3)
-    sliced = score_all(classifier, conversations)
-    assert sliced[-1].too_long
-    assert [s.prompt_tokens for s in sliced] == [s.prompt_tokens for s in together]
-    values = [score.value for score in sliced[:-1]]
-    assert values[7:14] == values[:7]
-    assert values[14:] == values[:6]
-    np.testing.assert_allclose(values, [score.value for score in together[:-1]], atol=CLOSE)
-
-
 def test_a_template_with_a_bos_gets_no_second_one(classifier, tmp_path):
     folder = shutil.copytree(classifier, tmp_path / "rm")
     tokenizer = AutoTokenizer.from_pretrained(folder)
