@@ -28,6 +28,14 @@ EXAMPLES = {
         "plaudit eval rewards recipes/preferences/val.jsonl --rewards recipes/audit/favours_length.yaml",
         "plaudit eval rewards reward-bench-2.parquet --rewards bt=bradley_terry.yaml judge.yaml --markdown",
     ),
+    "eval ranking": (
+        "plaudit eval ranking recipes/eval/translations.jsonl --rewards recipes/eval/chrf.yaml",
+        "plaudit eval ranking groups.parquet --rewards grrm=group_judge.yaml bt=bradley_terry.yaml --runs 4",
+    ),
+    "eval verifier": (
+        "plaudit eval verifier recipes/eval/answers.jsonl --rewards recipes/eval/verifier_rule.yaml",
+        "plaudit eval verifier answers.jsonl --rewards rule.yaml judge.yaml addon.yaml --threshold 0.75 --label correct",
+    ),
     "audit": ("plaudit audit recipes/audit/gsm8k.yaml answers.jsonl",),
     "serve": ("plaudit serve recipes/audit/gsm8k.yaml --port 8700",),
     "merge": ("plaudit merge runs/first/model --out models/merged",),

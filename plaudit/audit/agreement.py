@@ -2,9 +2,7 @@
 
 A response is accepted if its reward is at least the threshold, and right if it is labelled right.
 
-    accuracy               (true accepts + true rejects) / all
-    false accept rate      false accepts / (false accepts + true rejects): share of wrong responses that are accepted
-    false reject rate      false rejects / (false rejects + true accepts): share of right responses that are rejected
+    accuracy, false accept rate, false reject rate      as in plaudit/statistics/verdicts.py
     calibration error      Σ_b (n_b / n) · |mean reward in bin b − share of right responses in bin b|, over ten equal bins of [0, 1]
 """
 
@@ -16,25 +14,25 @@ import numpy as np
 
 from plaudit.audit.correlation import spearman
 from plaudit.statistics.ranking import kendall_tau_b
+from plaudit.statistics.verdicts import verdict_figures
 
 BINS = 10
 
 
 def accept_table(rewards: Sequence[float], right: Sequence[bool], threshold: float) -> dict[str, Any]:
     """Counts and rates; None where a rate has no cases."""
-    cells = {(accepted, truth): 0 for accepted in (True, False) for truth in (True, False)}
-    for reward, truth in zip(rewards, right, strict=True):
-        cells[reward >= threshold, truth] += 1
-    true_accepts, false_accepts = cells[True, True], cells[True, False]
-    false_rejects, true_rejects = cells[False, True], cells[False, False]
+    truth = np.asarray(right, dtype=bool)
+    figures = verdict_figures(np.asarray(rewards, dtype=np.float64), truth, threshold)
+    false_accepts, false_rejects = (int(np.nansum(figures[name])) for name in ("false_accept_rate", "false_reject_rate"))
+    wrong_answers, right_answers = int((~truth).sum()), int(truth.sum())
     return {
-        "true_accepts": true_accepts,
+        "true_accepts": right_answers - false_rejects,
         "false_accepts": false_accepts,
         "false_rejects": false_rejects,
-        "true_rejects": true_rejects,
-        "accuracy": share(true_accepts + true_rejects, len(rewards)),
-        "false_accept_rate": share(false_accepts, false_accepts + true_rejects),
-        "false_reject_rate": share(false_rejects, false_rejects + true_accepts),
+        "true_rejects": wrong_answers - false_accepts,
+        "accuracy": share(float(np.nansum(figures["accuracy"])), len(rewards)),
+        "false_accept_rate": share(false_accepts, wrong_answers),
+        "false_reject_rate": share(false_rejects, right_answers),
     }
 
 

@@ -33,6 +33,7 @@ from plaudit.data.columns import (
     has_pair,
     has_prompt,
     has_several_responses,
+    plain,
     with_columns_as_extra_info,
 )
 from plaudit.data.conversations import parse_prompt
@@ -113,10 +114,7 @@ def read_dump(rows: Rows, label: str = LABEL) -> Iterator[dict[str, Any]]:
     if not find_column(rows.columns, (*RESPONSES, *CONVERSATIONS)) and not pairs:
         rows.require("response", hint=HINT)
     for number, (where, row) in enumerate(rows.located(), 1):
-        labels = row.get(label, row.get(f"{label}s"))
-        if labels is None and has_pair(row):
-            labels = [1.0, 0.0]
-        several = has_several_responses(row)
+        several, given = has_several_responses(row), row
         row, responses = split_responses(row, where)
         shown = row
         if several:  # rows with one response each form a group if they are equal, which other columns would prevent
@@ -131,7 +129,7 @@ def read_dump(rows: Rows, label: str = LABEL) -> Iterator[dict[str, Any]]:
             "data_source": prompt.data_source,
             "ground_truth": prompt.ground_truth,
             "extra_info": prompt.extra_info,
-            "labels": _column(labels, len(responses), _label, f"{where}: {label}"),
+            "labels": read_labels(given, label, len(responses), where),
             "tokens": _column(row.get("tokens"), len(responses), _integer, where),
             "rewards": _column(_saved_reward(row), len(responses), _number, where),
             "step": first_value(row, STEPS),
@@ -194,6 +192,14 @@ def _number(value: Any, _: str) -> float | None:
         number = float(value)
         return number if abs(number) < float("inf") else None
     return None
+
+
+def read_labels(row: Mapping[str, Any], label: str, responses: int, where: str) -> list[float | None]:
+    """The label of each response, from the column of this name or its plural. Of a pair, the chosen one is right."""
+    labels = plain(row.get(label, row.get(f"{label}s")))
+    if labels is None and has_pair(row):
+        labels = [1.0, 0.0]
+    return _column(labels, responses, _label, f"{where}: {label}")
 
 
 def _integer(value: Any, where: str) -> int | None:

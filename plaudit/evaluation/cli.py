@@ -39,6 +39,9 @@ Markdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as 
 AllowFailures = Annotated[bool, typer.Option("--allow-failures", help="Exit with status 0 although some items have no value.")]
 
 
+MaxItems = Annotated[int | None, typer.Option(min=1, help="Only the first n rows of each file.")]
+
+
 @evaluate.command(epilog=examples("eval rewards"))
 def rewards(
     files: Annotated[
@@ -49,7 +52,7 @@ def rewards(
     ],
     recipes: RewardRecipes,
     out: Out = None,
-    max_items: Annotated[int | None, typer.Option(min=1, help="Only the first n rows of each file.")] = None,
+    max_items: MaxItems = None,
     markdown: Markdown = False,
     allow_failures: AllowFailures = False,
     seed: Seed = 0,
@@ -65,7 +68,7 @@ def rewards(
     """
     from plaudit.data.conversations import resolve_sources
 
-    names, recipes = split_recipes(files, recipes)
+    names, recipes = split_recipes("rewards", files, recipes)
     sources = resolve_sources(names, None, "FILE")
     folder = _folder(out, names)
 
@@ -80,15 +83,121 @@ def rewards(
     _finish(evaluation, folder, [picture], markdown, allow_failures)
 
 
+@evaluate.command(epilog=examples("eval ranking"))
+def ranking(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE…", help="Scored groups: files (.jsonl, .parquet, .json), or data sets on the hub.", show_default=False
+        ),
+    ],
+    recipes: RewardRecipes,
+    out: Out = None,
+    runs: Annotated[
+        int, typer.Option(min=1, help="Runs that are averaged, each with another seed, of rewards whose model samples.")
+    ] = 1,
+    candidates: Annotated[
+        str | None, typer.Option(help="Column of the candidates. Default: mt_texts, responses or completions.", show_default=False)
+    ] = None,
+    scores: Annotated[
+        str | None, typer.Option(help="Column of their scores. Default: scores, labels or label.", show_default=False)
+    ] = None,
+    systems: Annotated[
+        str | None, typer.Option(help="Column of their systems. Default: systems, if it exists.", show_default=False)
+    ] = None,
+    max_items: MaxItems = None,
+    markdown: Markdown = False,
+    allow_failures: AllowFailures = False,
+    seed: Seed = 0,
+    resamples: Resamples = 2000,
+    confidence: Confidence = 0.95,
+    tokenizer: Tokenizer = None,
+    quiet: Quiet = False,
+) -> None:
+    """How well do rewards rank candidates, such as translations? Judges of groups, pairs and single responses, reward models and
+    rules on the same groups.
+
+    Rows have `src_text`, `src_lang`, `trg_lang`, `mt_texts` and `scores`; or `prompt`, `responses` and `scores`. Run the same
+    command again to resume.
+    """
+    from plaudit.data.conversations import resolve_sources
+
+    names, recipes = split_recipes("ranking", files, recipes)
+    sources = resolve_sources(names, None, "FILE")
+    folder = _folder(out, names)
+
+    from plaudit.evaluation.groups import GroupColumns
+    from plaudit.evaluation.pictures import draw_ranking
+    from plaudit.evaluation.ranking import RankingJob, evaluate_ranking
+    from plaudit.evaluation.scored import load_evaluated
+
+    job = RankingJob(
+        load_evaluated(recipes), sources, folder, _resampling(seed, resamples, confidence),
+        GroupColumns(candidates, scores, systems), runs, max_items, tokenizer,
+    )  # fmt: skip
+    evaluation = evaluate_ranking(job)
+    picture = folder / "eval.png"
+    draw_ranking(evaluation.figures, picture)
+    _finish(evaluation, folder, [picture], markdown, allow_failures)
+
+
+@evaluate.command(epilog=examples("eval verifier"))
+def verifier(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE…", help="Labelled answers: files (.jsonl, .parquet, .json), or data sets on the hub.", show_default=False
+        ),
+    ],
+    recipes: RewardRecipes,
+    out: Out = None,
+    threshold: Annotated[float, typer.Option(help="An answer is accepted if its reward is at least this.")] = 0.5,
+    label: Annotated[
+        str | None, typer.Option(help="Column that says whether an answer is right. Default: label.", show_default=False)
+    ] = None,
+    max_items: MaxItems = None,
+    markdown: Markdown = False,
+    allow_failures: AllowFailures = False,
+    seed: Seed = 0,
+    resamples: Resamples = 2000,
+    confidence: Confidence = 0.95,
+    tokenizer: Tokenizer = None,
+    quiet: Quiet = False,
+) -> None:
+    """How often do rewards accept wrong answers, and reject right ones? A rule, a judge, and the two together, side by side.
+
+    Rows have a question (`prompt`), an answer (`response`), a reference (`ground_truth`) and `label`: true or false. Run the same
+    command again to resume.
+    """
+    from plaudit.data.conversations import resolve_sources
+
+    names, recipes = split_recipes("verifier", files, recipes)
+    sources = resolve_sources(names, None, "FILE")
+    folder = _folder(out, names)
+
+    from plaudit.evaluation.compared import ALL
+    from plaudit.evaluation.pictures import draw_verifier
+    from plaudit.evaluation.scored import load_evaluated
+    from plaudit.evaluation.verifier import VerifierJob, evaluate_verifier
+
+    job = VerifierJob(
+        load_evaluated(recipes), sources, folder, _resampling(seed, resamples, confidence), threshold, label, max_items, tokenizer
+    )
+    evaluation = evaluate_verifier(job)
+    picture = folder / "eval.png"
+    draw_verifier({name: own.get(ALL, {}) for name, own in evaluation.figures.items()}, picture)
+    _finish(evaluation, folder, [picture], markdown, allow_failures)
+
+
 # What the verbs share ------------------------------------------------------------------------------------------------
 
 
-def split_recipes(arguments: list[str], recipes: list[str]) -> tuple[list[str], list[str]]:
+def split_recipes(verb: str, arguments: list[str], recipes: list[str]) -> tuple[list[str], list[str]]:
     """`--rewards R1.yaml R2.yaml`: recipes among the arguments belong to --rewards."""
     more = [one for one in arguments if one.endswith((".yaml", ".yml"))]
     names = [one for one in arguments if one not in more]
     if not names:
-        raise PlauditError("eval needs data: plaudit eval rewards FILE --rewards R.yaml")
+        raise PlauditError(f"eval needs data: plaudit eval {verb} FILE --rewards R.yaml")
     return names, [*recipes, *more]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from plaudit.evaluation.results import Figures
+from plaudit.statistics.intervals import Estimate
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 """Okabe and Ito's, which colour-blind readers can tell apart."""
@@ -13,30 +14,84 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 def draw_rewards(figures: Mapping[str, Figures], curves: Mapping[str, Any], path: Path) -> None:
     """Accuracy by part, with intervals; and accuracy by how much longer the right response is."""
-    from matplotlib.figure import Figure
-
-    parts = list(dict.fromkeys(part for own in figures.values() for part in own))
-    height = max(3.0, 0.32 * len(parts) * max(1, len(figures) / 2) + 1.2)
-    figure = Figure(figsize=(11, height), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
-    step = 0.7 / len(figures)
-    for i, (name, own) in enumerate(figures.items()):
-        found = [(place, own[part]["accuracy"]) for place, part in enumerate(parts) if "accuracy" in own.get(part, {})]
-        places = [place - 0.35 + step * (i + 0.5) for place, _ in found]
-        values = [100 * estimate.value for _, estimate in found]
-        spans = [
-            [100 * max(0.0, estimate.value - estimate.low) for _, estimate in found],
-            [100 * max(0.0, estimate.high - estimate.value) for _, estimate in found],
-        ]
-        left.errorbar(values, places, xerr=spans, fmt=MARKERS[i % 8], color=COLOURS[i % 8], label=name, capsize=2, markersize=5)
-    left.set_yticks(range(len(parts)), [_shorten(part) for part in parts], fontsize=8)
-    left.invert_yaxis()
+    figure, (left, right) = _side_by_side(figures)
+    _draw_parts(left, figures, "accuracy", 100)
     left.axvline(50, color="0.6", linewidth=1, linestyle=":")
     left.set_xlabel("accuracy, per cent, with intervals (dotted: chance for pairs)", fontsize=8)
-    left.legend(fontsize=8)
-    left.grid(axis="x", alpha=0.3)
     _draw_length(right, curves)
     _save(figure, path)
+
+
+def draw_ranking(figures: Mapping[str, Figures], path: Path) -> None:
+    """Pairwise accuracy and Kendall's τ_b by part, with intervals."""
+    figure, (left, right) = _side_by_side(figures)
+    _draw_parts(left, figures, "accuracy", 100)
+    left.set_xlabel("pairwise accuracy, per cent, with intervals", fontsize=8)
+    _draw_parts(right, figures, "tau_b", 1)
+    right.axvline(0, color="0.6", linewidth=1, linestyle=":")
+    right.set_xlabel("Kendall's τ_b, with intervals (dotted: chance)", fontsize=8)
+    _save(figure, path)
+
+
+def draw_verifier(figures: Mapping[str, Mapping[str, Estimate]], path: Path) -> None:
+    """Wrong answers that are accepted against right ones that are rejected: a point per reward, with intervals."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 5), layout="constrained")
+    axes = figure.subplots()
+    for i, (name, own) in enumerate(figures.items()):
+        if {"false_accept_rate", "false_reject_rate"} <= own.keys():
+            x, y = own["false_accept_rate"], own["false_reject_rate"]
+            axes.errorbar(
+                [100 * x.value], [100 * y.value], xerr=_spans([x], 100), yerr=_spans([y], 100), label=name, **_style(i)
+            )  # fmt: skip
+    axes.set_xlabel("false accepts, per cent of wrong answers", fontsize=8)
+    axes.set_ylabel("false rejects, per cent of right answers", fontsize=8)
+    axes.set_xlim(left=min(-2.0, axes.get_xlim()[0]))
+    axes.set_ylim(bottom=min(-2.0, axes.get_ylim()[0]))
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def _side_by_side(figures: Mapping[str, Figures]) -> tuple[Any, Any]:
+    """Two axes, high enough for all parts."""
+    from matplotlib.figure import Figure
+
+    height = max(3.0, 0.32 * len(_parts(figures)) * max(1, len(figures) / 2) + 1.2)
+    figure = Figure(figsize=(11, height), layout="constrained")
+    return figure, figure.subplots(1, 2, width_ratios=[3, 2])
+
+
+def _parts(figures: Mapping[str, Figures]) -> list[str]:
+    return list(dict.fromkeys(part for own in figures.values() for part in own))
+
+
+def _draw_parts(axes: Any, figures: Mapping[str, Figures], which: str, unit: float) -> None:
+    """A figure by part, with intervals; the rewards of a part below each other."""
+    parts, step = _parts(figures), 0.7 / max(1, len(figures))
+    for i, (name, own) in enumerate(figures.items()):
+        found = [(place, own[part][which]) for place, part in enumerate(parts) if which in own.get(part, {})]
+        places = [place - 0.35 + step * (i + 0.5) for place, _ in found]
+        estimates = [estimate for _, estimate in found]
+        values = [unit * estimate.value for estimate in estimates]
+        axes.errorbar(values, places, xerr=_spans(estimates, unit), label=name, **_style(i))
+    axes.set_yticks(range(len(parts)), [_shorten(part) for part in parts], fontsize=8)
+    axes.invert_yaxis()
+    axes.legend(fontsize=8)
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _style(i: int) -> dict[str, Any]:
+    """Of the i-th reward's points."""
+    return {"fmt": MARKERS[i % 8], "color": COLOURS[i % 8], "capsize": 2, "markersize": 5}
+
+
+def _spans(estimates: Sequence[Estimate], unit: float) -> list[list[float]]:
+    """How far intervals reach below and above their values."""
+    below = [unit * max(0.0, estimate.value - estimate.low) for estimate in estimates]
+    return [below, [unit * max(0.0, estimate.high - estimate.value) for estimate in estimates]]
 
 
 def _draw_length(axes: Any, curves: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
@@ -55,8 +110,8 @@ def _draw_length(axes: Any, curves: Mapping[str, Sequence[Mapping[str, float]]])
 
 
 def _shorten(part: str) -> str:
-    *outer, last = part.split("/")
-    return "  " * len(outer) + last if outer else part
+    _, _, inside = part.partition("/")
+    return f"  {inside}" if inside else part
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from plaudit.audit.certificate import digest_rewards
 from plaudit.errors import PlauditError
 from plaudit.inputs import load_rewards
-from plaudit.loops.score import LocatedRow, RowsToScore, ScoreJob, score
+from plaudit.loops.score import LocatedRow, RowsToScore, ScoreJob, results_of, score
 from plaudit.recipe import RewardSettings
 from plaudit.recipe.rewards import nested_rewards
 from plaudit.reward_models.model_registry import UsageTotals
@@ -54,18 +54,30 @@ def _named(recipe: str) -> tuple[str | None, Path]:
     return (name, Path(path)) if equals and not Path(recipe).exists() else (None, Path(recipe))
 
 
+def change_rewards(reward: RewardSettings, changes: Callable[[RewardSettings], dict[str, Any]]) -> RewardSettings:
+    """The reward with changed settings, and so the rewards inside it."""
+    fields = {name: getattr(reward, name) for name in type(reward).model_fields}
+    inner = {name: change_rewards(one, changes) for name, one in fields.items() if isinstance(one, RewardSettings)}
+    return reward.model_copy(update=inner | changes(reward))
+
+
 def in_given_order(reward: RewardSettings) -> RewardSettings:
     """The same reward, but a judge that compares shows the responses once, in the order of the samples."""
-    changes: dict[str, Any] = {
-        name: in_given_order(inner)
-        for name in type(reward).model_fields
-        if isinstance(inner := getattr(reward, name), RewardSettings)
-    }
-    if isinstance(reward, PairwiseJudge):
-        changes |= {"order": "given", "both_orders": False}
-    if isinstance(reward, GroupJudge):
-        changes |= {"order": "given"}
-    return reward.model_copy(update=changes)
+
+    def once(one: RewardSettings) -> dict[str, Any]:
+        match one:
+            case PairwiseJudge():
+                return {"order": "given", "both_orders": False}
+            case GroupJudge():
+                return {"order": "given"}
+        return {}
+
+    return change_rewards(reward, once)
+
+
+def without_substitutes(reward: RewardSettings) -> RewardSettings:
+    """The same reward without the values that training uses where it fails: they would hide its failures."""
+    return change_rewards(reward, lambda _: {"on_failure": "drop"})
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,7 @@ class RewardScores:
     values: list[list[float | None]]
     """The reward of each response of each row."""
     failed: int
-    """Rows on which a reward failed."""
+    """Rows on which a reward failed, except by a cause that is a result."""
     malformed: int
     """Responses."""
     failures: Counter[str]
@@ -83,6 +95,10 @@ class RewardScores:
     usage: Mapping[str, UsageTotals] = field(default_factory=dict)
     per_s: float = 0.0
     """Responses scored per second; 0 if all scores were there."""
+    causes: list[list[str | None]] = field(default_factory=list)
+    """Why a response has no value."""
+    parts: list[list[Mapping[str, float]]] = field(default_factory=list)
+    """What each reward, and each of its parts, gave a response."""
 
     def report(self) -> dict[str, Any]:
         return {
@@ -96,18 +112,39 @@ class RewardScores:
 
 
 def score_rows(
-    reward: EvaluatedReward, rows: Sequence[LocatedRow], folder: Path, identity: Mapping[str, Any], *, tokenizer: str | None = None
+    reward: EvaluatedReward,
+    rows: Sequence[LocatedRow],
+    folder: Path,
+    identity: Mapping[str, Any],
+    *,
+    tokenizer: str | None = None,
+    given_order: bool = True,
+    final_causes: frozenset[str] = frozenset(),
 ) -> RewardScores:
-    """Score what the reward's file lacks, and again what failed."""
+    """Score what the reward's file lacks, and again what failed.
+
+    `given_order`: judges that compare show responses in the order of the row, once, and not as in training. `final_causes`:
+    failures that are results, which are not scored again.
+    """
     out = folder / f"{reward.name.replace('/', '-')}.jsonl"
-    settings = [in_given_order(one) for one in reward.rewards]
+    settings = [without_substitutes(one) for one in reward.rewards]
+    if given_order:
+        settings = [in_given_order(one) for one in settings]
     to_score = RowsToScore(lambda: iter(rows), len(rows), identity)
-    job = ScoreJob(settings, to_score, out, tokenizer, details=True, verb="eval", label=reward.name)
+    job = ScoreJob(
+        settings, to_score, out, tokenizer, details=True, final_causes=final_causes, verb="eval", label=reward.name
+    )  # fmt: skip
     summary = score(job)
-    values, failed = [], 0
     with out.open(encoding="utf-8", newline="\n") as file:
-        for line in file:
-            row = json.loads(line)
-            values.append(row["reward"] if isinstance(row["reward"], list) else [row["reward"]])
-            failed += None in values[-1]
-    return RewardScores(values, failed, summary.malformed, summary.failures, summary.messages, summary.models, summary.per_s)
+        results = [results_of(json.loads(line)) for line in file]
+    return RewardScores(
+        values=[[result["reward"] for result in row] for row in results],
+        causes=[[None if result["reward"] is not None else result["failure"]["cause"] for result in row] for row in results],
+        parts=[[result["parts"] for result in row] for row in results],
+        failed=summary.rows_without_value,
+        malformed=summary.malformed,
+        failures=summary.failures,
+        messages=summary.messages,
+        usage=summary.models,
+        per_s=summary.per_s,
+    )

@@ -83,6 +83,8 @@ class ScoreJob:
     """Also write what each reward saw and returned, with judges' prompts and answers."""
     allow_failures: bool = False
     """Rows without a value are accepted."""
+    final_causes: frozenset[str] = frozenset()
+    """Failures by these causes are results: their rows are not scored again."""
     verb: str = "score"
     """The plaudit command, for messages."""
     label: str = "score"
@@ -119,8 +121,10 @@ class Means:
 class Summary:
     """Of all rows in the output, whenever they were scored."""
 
+    final_causes: frozenset[str] = frozenset()
     rows: int = 0
     rows_without_value: int = 0
+    """Except by the final causes."""
     means: Means = field(default_factory=Means)
     by_source: dict[str, Means] = field(default_factory=dict)
     malformed: int = 0
@@ -136,8 +140,10 @@ class Summary:
     def add(self, row: Row) -> None:
         source = self.by_source.setdefault(str(row.get("data_source") or ""), Means())
         self.rows += 1
-        self.rows_without_value += any(result["reward"] is None for result in _results(row))
-        for result in _results(row):
+        self.rows_without_value += any(
+            result["reward"] is None and result["failure"]["cause"] not in self.final_causes for result in results_of(row)
+        )
+        for result in results_of(row):
             for means in (self.means, source):
                 means.add(result["reward"], result["parts"])
             self.malformed += result["malformed"]
@@ -178,7 +184,7 @@ class Summary:
         console.print(table)
 
 
-def _results(row: Row) -> list[Row]:
+def results_of(row: Row) -> list[Row]:
     """A row's results, one per response: those of a row with `responses` are lists."""
     names = ("reward", "parts", "malformed", "failure")
     if not isinstance(row["reward"], list):
@@ -186,8 +192,10 @@ def _results(row: Row) -> list[Row]:
     return [dict(zip(names, values, strict=True)) for values in zip(*(row[name] for name in names), strict=True)]
 
 
-def _has_failure(row: Row) -> bool:
-    return any(result["failure"] is not None for result in _results(row))
+def _has_failure(row: Row, final_causes: frozenset[str]) -> bool:
+    """Whether a reward failed on it for a cause that may pass."""
+    failures = [result["failure"] for result in results_of(row)]
+    return any(failure is not None and failure["cause"] not in final_causes for failure in failures)
 
 
 # Scoring -------------------------------------------------------------------------------------------------------------
@@ -219,9 +227,9 @@ def score(job: ScoreJob) -> Summary:
 
 
 def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner) -> Summary:
-    summary, failed, total = Summary(), list[int](), job.rows.total
+    summary, failed, total = Summary(job.final_causes), list[int](), job.rows.total
     for number, row in enumerate(islice(file.rows(), total)):
-        if _has_failure(row):
+        if _has_failure(row, job.final_causes):
             failed.append(number)
         else:
             summary.add(row)

@@ -26,8 +26,7 @@ from plaudit.data.rollouts import parse_token_counts, split_answers, split_respo
 from plaudit.data.rows import Rows, read_rows
 from plaudit.errors import DataError
 from plaudit.files import write_atomic
-from plaudit.languages import language_name, unknown_language
-from plaudit.prepare.scored_groups import Columns
+from plaudit.prepare.scored_groups import TRANSLATION, Columns, translation_fields
 from plaudit.prepare.token_counts import TokenCounter
 from plaudit.types import Message
 
@@ -35,7 +34,6 @@ HINT = "Score them first: plaudit score R.yaml answers.jsonl --out scored.jsonl"
 
 SAMPLE_COLUMNS = {"responses": "response", "reward": "reward", "status": "status", "tokens": "tokens", "malformed": "malformed"}
 """Columns of a prompt's responses together → columns of one sample of a run."""
-TRANSLATION = ("src_text", "src_lang", "trg_lang")
 
 Pair = dict[str, Any]
 Scored = tuple[float, str]
@@ -165,7 +163,8 @@ def _prompts(rows: Rows, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
     elif {*TRANSLATION, columns.candidates} <= set(rows.columns):
         rows.require(columns.scores)
         for where, row in rows.located():
-            yield where, {"prompt": _task(row, where), "responses": row[columns.candidates], "reward": row[columns.scores]}
+            task = [{"role": "user", "content": translation_fields(row, where)["question"]}]
+            yield where, {"prompt": task, "responses": row[columns.candidates], "reward": row[columns.scores]}
     else:
         if not has_prompt(rows.columns):
             rows.require("prompt", hint=HINT)
@@ -173,22 +172,6 @@ def _prompts(rows: Rows, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
             rows.require("responses", hint=HINT)
         rows.require("reward", hint=HINT)
         yield from rows.located()
-
-
-def _task(row: dict[str, Any], where: str) -> list[Message]:
-    """A group's translation task, as a prompt."""
-    for column in TRANSLATION:
-        if not isinstance(row[column], str) or not row[column].strip():
-            raise DataError(f"{where}: column {column!r} should be text, not {describe_type(row[column])}")
-    source, target = (_language(row[column], column, where) for column in ("src_lang", "trg_lang"))
-    return [{"role": "user", "content": f"Translate from {source} into {target}:\n\n{row['src_text'].strip()}"}]
-
-
-def _language(written: str, column: str, where: str) -> str:
-    name = language_name(written)
-    if name is None:
-        raise DataError(f"{where}: {unknown_language(column, written)}")
-    return name
 
 
 def _usable(row: dict[str, Any], prompt: list[Message], where: str, rules: PairRules, excluded: Counter[str]) -> list[Scored]:

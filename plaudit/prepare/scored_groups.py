@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from plaudit.data.conversations import describe_type
+from plaudit.errors import DataError
+from plaudit.languages import language_name, unknown_language
 from plaudit.prepare.columnar_templates import ColumnarTemplate
 from plaudit.prepare.tables import TEXT, Lists, Table, compute, join_text
 from plaudit.rewards.judges.candidates import LETTERS
@@ -96,6 +99,28 @@ EXTRA_INFO = {name: pa.string() for name in ("src_text", "src_lang", "trg_lang",
 def translation_task(source: pa.Array, target: pa.Array, text: pa.Array) -> pa.Array:
     """What a policy is asked for, in the words that judges are trained with."""
     return join_text("Translate from ", source, " into ", target, ":\n\n", text)
+
+
+TRANSLATION = ("src_text", "src_lang", "trg_lang")
+"""Columns of a text to translate."""
+
+
+def translation_fields(row: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Of one row: what `extra_info` says about its text, with the task as `question`."""
+    for column in TRANSLATION:
+        if not isinstance(row.get(column), str) or not row[column].strip():
+            raise DataError(f"{where}: column {column!r} should be text, not {describe_type(row.get(column))}")
+    text, codes = row["src_text"].strip(), {column: row[column].strip() for column in ("src_lang", "trg_lang")}
+    source, target = (_language(code, column, where) for column, code in codes.items())
+    question = f"Translate from {source} into {target}:\n\n{text}"
+    return {"src_text": text, **codes, "src_language": source, "trg_language": target, "question": question}
+
+
+def _language(written: str, column: str, where: str) -> str:
+    name = language_name(written)
+    if name is None:
+        raise DataError(f"{where}: {unknown_language(column, written)}")
+    return name
 
 
 def read_groups(table: Table, columns: Columns, *, fewest: int, analysed: bool) -> ScoredGroups:
