@@ -125,15 +125,18 @@ def _exists(name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", SCORING, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_recipe_scores(path, monkeypatch):
+def test_recipe_scores(path, tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
+    recipe = tmp_path / path.name
     row = {
         "prompt": "2 apples and 2 apples: how many?",
         "responses": ["2 + 2 = 4\n#### 4", "#### 5"],
         "ground_truth": "4",
     }
-    with Scorer(path) as scorer:
-        [scored] = scorer.score([row])
+    with stand_in_judge() as url:
+        recipe.write_text(path.read_text().replace("http://127.0.0.1:8000", url))
+        with Scorer(recipe) as scorer:
+            [scored] = scorer.score([row])
     assert all(reward is not None for reward in scored["reward"])
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from plaudit.recipe.limits import ModelLimits
@@ -44,14 +45,20 @@ def length_judge(program: Path, **model: Any) -> dict[str, Any]:
     return {"kind": "judge", "template": str(template), "parser": "regex", "pattern": r"\[\[(\d+)\]\]", "model": settings}
 
 
-@contextmanager
-def stand_in_judge(key: str | None = None, answer_to: Callable[[str], str] | None = None) -> Iterator[str]:
-    """The server in docs/reward_models/stand_in_judge.py, or one with other answers to prompts; yields its address."""
+def load_stand_in_judge() -> ModuleType:
+    """docs/reward_models/stand_in_judge.py, each time anew."""
     spec = importlib.util.spec_from_file_location("stand_in_judge", REPOSITORY / "docs/reward_models/stand_in_judge.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def stand_in_judge(key: str | None = None, answer_to: Callable[[str], str] | None = None) -> Iterator[str]:
+    """The server in docs/reward_models/stand_in_judge.py, or one with other answers to prompts; yields its address."""
+    module = load_stand_in_judge()
     if answer_to is not None:
         module.answer_to = answer_to
     server = module.server(0, key)
