@@ -10,15 +10,17 @@ A file's columns say which benchmark it is:
     RewardBench     pairs whose subsets are RewardBench's
     pairs           one's own: chosen and rejected (texts or messages), usually with prompt
 
-Rewards see a row without its responses and labels: what remains is the prompt, the ground truth, and other columns in extra_info.
+Rewards see a row without its responses and without what says which of them is right: the prompt, the ground truth, and other
+columns in extra_info.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from plaudit.data.columns import PAIR, parse_object, plain
+from plaudit.data.columns import CONVERSATIONS, PAIR, RESPONSES, parse_object, plain
 from plaudit.data.conversations import Source, without_nulls
 from plaudit.data.rollouts import parse_response, split_responses
 from plaudit.data.row_ids import name_sources
@@ -28,6 +30,11 @@ from plaudit.evaluation.rewardbench import SECTIONS, TIES
 Benchmark = Literal["pairs", "rewardbench", "rewardbench2", "rm_bench", "judgebench", "rmb", "llmbar"]
 Row = dict[str, Any]
 
+TELLING = {
+    "chosen", "rejected", "reject", "label", "labels", "winner", "loser", "preference", "preferred", "better", "best", "worse",
+    "worst", "margin", "correct", "incorrect", "judges",
+}  # fmt: skip
+"""Words in the names of columns that tell which response is right: `score_chosen`, `num_correct`."""
 HINT = (
     "Preference rows have `chosen` and `rejected` (texts or messages) and `prompt`; the columns of LLMBar, JudgeBench, RMB, "
     "RM-Bench and RewardBench are known too (docs/evaluation.md)"
@@ -63,12 +70,11 @@ class Item:
 
 def read_items(sources: Sequence[Source], max_items: int | None = None) -> list[Item]:
     """The items of all files, in order."""
-    items = [item for source, name in zip(sources, name_sources(sources), strict=True) for item in _read(source, name, max_items)]
-    ids = [item.id for item in items]
-    if len(set(ids)) < len(ids):
-        twice = next(item for i, item in enumerate(items) if item.id in ids[:i])
-        raise DataError(f"{twice.where}: its id {twice.id!r} is that of an earlier row")
-    return items
+    names = name_sources(sources)
+    twice = next((source for source, name in zip(sources, names, strict=True) if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{twice}: is given twice; its items would count twice")
+    return [item for source, name in zip(sources, names, strict=True) for item in _read(source, name, max_items)]
 
 
 def _read(source: Source, name: str, max_items: int | None) -> Iterator[Item]:
@@ -78,17 +84,24 @@ def _read(source: Source, name: str, max_items: int | None) -> Iterator[Item]:
     benchmark = detect(rows, str(source))
     parse = _PARSERS[benchmark]
     file = name.rpartition(".")[0] or name
+    used: set[str] = set()
     for number, (where, row) in enumerate(islice(rows.located(), max_items), 1):
-        row = {column: plain(value) for column, value in (without_nulls(row) if rows.nulls_mean_absent else row).items()}
-        own = str(row["id"] if row.get("id") is not None else number)
-        id = f"{file}:{own}"
+        row = without_nulls(row) if rows.nulls_mean_absent else row
+        row = {column: plain(value) for column, value in row.items() if value is not None}
+        own = str(row.get("id", number))
         try:
             responses, right, seen, subset = parse(row, where)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{where}: is not a row of {benchmark}, as the others of its file are ({error!r}). {HINT}") from None
-        if len(responses) < 2:
-            raise DataError(f"{where}: has {len(responses)} response(s); comparing takes two")
-        yield Item(id, own, where, benchmark, subset or _file_subset(benchmark, file), seen | {"id": id}, tuple(responses), right)
+        except KeyError as missing:
+            raise DataError(f"{where}: {missing} is missing, and the first row is one of {benchmark}. {HINT}") from None
+        if not right or len(responses) == len(right):
+            raise DataError(f"{where}: has {len(responses)} responses, {len(right)} of them right; it takes one of each kind")
+        if own in used and benchmark == "rewardbench2" and subset == TIES:
+            raise DataError(f"{where}: a row above has the id {own!r} too; in {TIES} an id says which two rows belong together")
+        # The id of a row may be that of its prompt, which other rows share.
+        id = f"{file}:{own}" if own not in used else f"{file}:{own} (row {number})"
+        used.add(own)
+        subset = subset or _file_subset(benchmark, file)
+        yield Item(id, own, where, benchmark, subset, _visible(seen), tuple(responses), right)
 
 
 def _file_subset(benchmark: Benchmark, file: str) -> str:
@@ -101,7 +114,7 @@ def detect(rows: Iterable[Row], where: str) -> Benchmark:
     first = {column: plain(value) for column, value in next(iter(rows)).items() if value is not None}
     if {"input", "output_1", "output_2", "label"} <= first.keys():
         return "llmbar"
-    if {"response_A", "response_B", "label"} <= first.keys():
+    if {"question", "response_A", "response_B", "label"} <= first.keys():
         return "judgebench"
     if "conversation_input" in first and ({"chosen", "reject"} <= first.keys() or {"bon_best", "loser_list"} <= first.keys()):
         return "rmb"
@@ -112,42 +125,38 @@ def detect(rows: Iterable[Row], where: str) -> Benchmark:
         return "rewardbench2" if "num_correct" in first else "rm_bench"
     if any(lists):
         raise DataError(f"{where}: of `chosen` and `rejected` one is a list of texts and the other is not. {HINT}")
-    return "rewardbench" if first.get("subset") in {subset for subsets in SECTIONS.values() for subset in subsets} else "pairs"
+    return "rewardbench" if str(first.get("subset")) in {subset for subsets in SECTIONS.values() for subset in subsets} else "pairs"
 
 
-# One function per benchmark: responses, which of them are right, what rewards see, and the subset ------------------------
+# One function per benchmark: responses, which of them are right, what rewards may see, and the subset ------------------------
 
 Parsed = tuple[Sequence[str], tuple[int, ...], Row, str]
 
 
 def _parse_pair(row: Row, where: str) -> Parsed:
-    row, responses = split_responses({name: value for name, value in row.items() if name not in ("response", "responses")}, where)
-    return responses, (0,), _without(row, *PAIR, "subset", "margin"), str(row.get("subset") or "")
+    row, responses = split_responses(_without(row, *RESPONSES) | {side: row[side] for side in PAIR}, where)
+    return responses, (0,), _without(row, *CONVERSATIONS, "subset"), str(row.get("subset") or "")
 
 
 def _parse_rewardbench2(row: Row, where: str) -> Parsed:
-    chosen, rejected = row["chosen"], row["rejected"]
-    if int(row["num_correct"]) != len(chosen):
+    chosen, rejected = (_texts(row[side], side, where) for side in PAIR)
+    if row["num_correct"] not in (len(chosen), str(len(chosen))):
         raise DataError(f"{where}: num_correct is {row['num_correct']}, and `chosen` has {len(chosen)} texts")
     kind, _, number = str(row.get("id", "")).partition(":")
     if row.get("subset") == TIES and (kind not in ("ref", "tied") or not number.isdigit()):
         raise DataError(f"{where}: of the subset {TIES} the id should be ref:N or tied:N, not {row.get('id')!r}")
-    seen = _without(row, *PAIR, "num_correct", "num_rejected", "total_completions", "subset", "models")
+    seen = _without(row, "num_rejected", "total_completions", "subset", "models")
     return [*chosen, *rejected], tuple(range(len(chosen))), seen, str(row.get("subset") or "")
 
 
 def _parse_rm_bench(row: Row, where: str) -> Parsed:
-    chosen, rejected = row["chosen"], row["rejected"]
+    chosen, rejected = (_texts(row[side], side, where) for side in PAIR)
     if len(chosen) != 3 or len(rejected) != 3:
         raise DataError(
             f"{where}: RM-Bench has three texts each (concise, detailed, markdown), not {len(chosen)} and {len(rejected)}"
         )
-    return (
-        [*chosen, *rejected],
-        (0, 1, 2),
-        _without(row, *PAIR, "domain", "subset"),
-        str(row.get("subset") or row.get("domain") or ""),
-    )
+    subset = str(row.get("subset") or row.get("domain") or "")
+    return [*chosen, *rejected], (0, 1, 2), _without(row, "domain", "subset"), subset
 
 
 def _parse_judgebench(row: Row, where: str) -> Parsed:
@@ -155,17 +164,17 @@ def _parse_judgebench(row: Row, where: str) -> Parsed:
     label = str(row["label"]).replace(" ", "")
     if label not in labels:
         raise DataError(f"{where}: label should be A>B or B>A, not {row['label']!r:.80}")
-    seen = _without(row, "response_A", "response_B", "label", "source", "response_model", "judges")
+    seen = {"prompt": row["question"], **_without(row, "question", "response_A", "response_B", "source", "response_model")}
     texts = [parse_response(row[name], where) for name in ("response_A", "response_B")]
     return texts, (labels[label],), seen, str(row.get("source") or "")
 
 
 def _parse_rmb(row: Row, where: str) -> Parsed:
-    pair = "chosen" in row
-    best, others = (row["chosen"], [row["reject"]]) if pair else (row["bon_best"], row["loser_list"])
-    seen = _without(row, "chosen", "reject", "bon_best", "loser_list", "category_path", "conversation_input")
-    seen["prompt"] = parse_object(row["conversation_input"])
-    texts = [one["answer"] if isinstance(one, Mapping) else one for one in (best, *others)]
+    best, others = (row["bon_best"], row["loser_list"]) if "bon_best" in row else (row["chosen"], [row["reject"]])
+    if not isinstance(others, list):
+        raise DataError(f"{where}: `loser_list` should be a list of answers, not {others!r:.80}")
+    seen = {"prompt": parse_object(row["conversation_input"]), **_without(row, "loser_list", "category_path", "conversation_input")}
+    texts = [parse_response(one, where) for one in (best, *others)]
     return texts, (0,), seen, str(row.get("category_path") or "")
 
 
@@ -173,13 +182,32 @@ def _parse_llmbar(row: Row, where: str) -> Parsed:
     label = str(row["label"])
     if label not in ("1", "2"):
         raise DataError(f"{where}: label should be 1 or 2, the number of the better output, not {row['label']!r:.80}")
-    seen = {"prompt": row["input"], **_without(row, "input", "output_1", "output_2", "label", "subset")}
-    return [row["output_1"], row["output_2"]], (int(label) - 1,), seen, str(row.get("subset") or "")
+    seen = {"prompt": row["input"], **_without(row, "input", "output_1", "output_2", "subset")}
+    texts = [parse_response(row[name], where) for name in ("output_1", "output_2")]
+    return texts, (int(label) - 1,), seen, str(row.get("subset") or "")
+
+
+def _texts(value: Any, column: str, where: str) -> list[str]:
+    if not isinstance(value, list):
+        raise DataError(f"{where}: `{column}` should be a list of texts, as in the first row, not {value!r:.80}")
+    return [parse_response(text, where) for text in value]
 
 
 def _without(row: Row, *names: str) -> Row:
-    """What rewards see. (Not the right answers: a row's label would tell.)"""
-    return {name: value for name, value in row.items() if name not in (*names, "id", "responses", "response")}
+    return {name: value for name, value in row.items() if name not in names}
+
+
+def _visible(row: Row) -> Row:
+    """What rewards see: nothing that tells which response is right. (An id may, as `ref:1` of RewardBench 2.)"""
+    seen = {name: value for name, value in _without(row, "id", *RESPONSES).items() if not _tells(name)}
+    extra = parse_object(seen.get("extra_info"))
+    if isinstance(extra, Mapping):
+        seen["extra_info"] = {name: value for name, value in extra.items() if not _tells(name)}
+    return seen
+
+
+def _tells(column: str) -> bool:
+    return not TELLING.isdisjoint(re.split(r"[^a-z]+", str(column).lower()))
 
 
 _PARSERS = {

@@ -231,7 +231,7 @@ def _finish(evaluation: "Evaluation", folder: Path, pictures: list[Path], markdo
     if failed and not allow_failures:
         counts = ", ".join(f"{count:,} of {name}" for name, count in failed.items())
         print_line(
-            f"some rows have no value ({counts}); they are in no figure. Run the same command to score them again, or pass "
+            f"some items have no value ({counts}); they are in no figure. Run the same command to score them again, or pass "
             "--allow-failures to accept this",
             "yellow",
         )

@@ -176,4 +176,5 @@ def add_ties(outcomes: Sequence[Outcome], values: Mapping[str, np.ndarray]) -> N
         for name in TIES_WEIGHTS if by_order else ():
             kind = "ref" if name == "ref" else "tied"
             if kind in prompt:
-                values[f"ties/{name}"][prompt[kind]] = np.mean([parts[name] for parts in by_order])
+                known = [parts[name] for parts in by_order if not np.isnan(parts[name])]
+                values[f"ties/{name}"][prompt[kind]] = np.mean(known) if known else np.nan

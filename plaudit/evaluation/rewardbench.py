@@ -14,7 +14,7 @@ many. With, for each N,
                + 0.01 · mean[tanh(min(gap(ref), gap(tied)) / spread − 1)]     over prompts with spread > 0
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,16 +40,33 @@ TIES = "Ties"
 TIES_WEIGHTS = {"tied": 0.30, "ref": 0.30, "preferred": 0.20, "preferred_hard": 0.20, "margin": 0.01}
 
 
-def section_means(weights_BI: np.ndarray, credits_I: np.ndarray, subsets: Sequence[str], section: str) -> np.ndarray:
-    """A section's score for each resample."""
-    names = np.asarray(subsets)
-    present = {subset: size for subset, size in SECTIONS[section].items() if (names == subset).any()}
-    means = {subset: weighted_means(weights_BI[:, names == subset], credits_I[names == subset]) for subset in present}
-    return np.sum([size * means[subset] for subset, size in present.items()], axis=0) / sum(present.values())
+def present_sections(subsets: Iterable[str]) -> dict[str, list[str]]:
+    """The sections of version 1 with those of their subsets that are present."""
+    found = {section: [subset for subset in sizes if subset in set(subsets)] for section, sizes in SECTIONS.items()}
+    return {section: inside for section, inside in found.items() if inside}
 
 
-def present_sections(subsets: Sequence[str]) -> list[str]:
-    return [section for section, sizes in SECTIONS.items() if set(subsets) & sizes.keys()]
+def mean_of_sections(means: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The score of version 1 for each resample, from the means of its subsets. What a resample lacks does not count there."""
+    sections = [
+        _mean_without_nan([means[subset] for subset in inside], [SECTIONS[section][subset] for subset in inside])
+        for section, inside in present_sections(means).items()
+    ]
+    return _mean_without_nan(sections)
+
+
+def mean_of_subsets(means: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The same of version 2."""
+    return _mean_without_nan(list(means.values()))
+
+
+def _mean_without_nan(values: Sequence[np.ndarray], sizes: Sequence[float] | None = None) -> np.ndarray:
+    """Σ size · value / Σ size over the values that are not NaN."""
+    values_SB = np.stack(values)
+    sizes_SB = np.where(np.isnan(values_SB), 0.0, 1.0 if sizes is None else np.asarray(sizes, float)[:, None])
+    total_B = sizes_SB.sum(0)
+    sums_B = (sizes_SB * np.nan_to_num(values_SB)).sum(0)
+    return np.divide(sums_B, total_B, out=np.full(len(total_B), np.nan), where=total_B > 0)
 
 
 def best_of_credit(scores: np.ndarray, right: int) -> float:
@@ -93,9 +110,7 @@ def ties_parts(ref: TiedScores | None, tied: TiedScores | None) -> Mapping[str, 
     return parts
 
 
-def ties_scores(weights_BP: np.ndarray, parts_P: Sequence[Mapping[str, float]]) -> np.ndarray:
-    """The score for each resample of prompts. A part that no prompt has is 0, as in the package."""
-    total = np.zeros(len(weights_BP))
-    for name, weight in TIES_WEIGHTS.items():
-        total += weight * np.nan_to_num(weighted_means(weights_BP, np.array([parts[name] for parts in parts_P])))
-    return total
+def ties_scores(weights_BI: np.ndarray, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The score for each resample, from each item's parts [I]. A part that no item has is 0, as in the package."""
+    means = {name: np.nan_to_num(weighted_means(weights_BI, parts[name])) for name in TIES_WEIGHTS}
+    return np.sum([weight * means[name] for name, weight in TIES_WEIGHTS.items()], axis=0)

@@ -1,8 +1,8 @@
 """`plaudit eval rewards`: how often do rewards prefer the right response?"""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,14 @@ import numpy as np
 
 from plaudit.data.conversations import Source
 from plaudit.evaluation.benchmarks import Benchmark, Item, read_items
-from plaudit.evaluation.outcomes import ORDERS, RM_BENCH, Outcome, add_ties, figures, shown_groups, tie_key
+from plaudit.evaluation.outcomes import RM_BENCH, Outcome, add_ties, figures, shown_groups, tie_key
 from plaudit.evaluation.results import Cell, Evaluation, Figures, Table
-from plaudit.evaluation.rewardbench import TIES, TIES_WEIGHTS, present_sections, section_means
+from plaudit.evaluation.rewardbench import TIES, TIES_WEIGHTS, mean_of_sections, mean_of_subsets, present_sections, ties_scores
 from plaudit.evaluation.scored import EvaluatedReward, RewardScores, score_rows
 from plaudit.files import text_digest
-from plaudit.statistics.figures import Resampling, estimate_all, means_by_name, weighted_means
-from plaudit.statistics.length import length_preference
+from plaudit.loops.score import LocatedRow
+from plaudit.statistics.figures import Resampling, estimate_all, estimate_means, means_by_name, weighted_means
+from plaudit.statistics.length import length_bins
 
 TITLES: dict[Benchmark, str] = {
     "pairs": "pairs", "rewardbench": "RewardBench", "rewardbench2": "RewardBench 2", "rm_bench": "RM-Bench",
@@ -59,13 +60,15 @@ def evaluate_rewards(job: RewardsJob) -> Evaluation:
     for reward in job.rewards:
         outcomes, scored = _outcomes(job, reward, items)
         arrays[reward.name] = _arrays(items, outcomes)
-        details[reward.name] = reward.identity | {"items": len(items), "in both orders": reward.compares} | scored.report()
+        failed = sum(outcome.failed for outcome in outcomes)
+        about = {"items": len(items), "in both orders": reward.compares}
+        details[reward.name] = reward.identity | about | scored.report() | {"failed": failed}
     parts = list(_parts(items))
     found = _estimate(items, parts, arrays, job.resampling)
     named = {name: found[name] for name in arrays}
     differences = {name: part for name, part in found.items() if name not in arrays}
     inputs = {"files": [str(source) for source in job.sources], "items": len(items)}
-    curves = {name: _length_curve(items, array["accuracy"]) for name, array in arrays.items()}
+    curves = _length_curves(items, arrays, job.resampling)
     tables = _tables(parts, named, differences, details)
     return Evaluation("rewards", inputs, job.resampling, named, differences, details, {"length": curves}, tables)
 
@@ -83,11 +86,11 @@ def _outcomes(job: RewardsJob, reward: EvaluatedReward, items: Sequence[Item]) -
     return outcomes, scored
 
 
-def _rows(item: Item, groups: Sequence[tuple[int, ...]]) -> Iterator[tuple[dict[str, Any], str, str]]:
+def _rows(item: Item, groups: Sequence[tuple[int, ...]]) -> Iterator[LocatedRow]:
+    """One row per shown group. Rewards do not see its id, which says in which order: of pairs the right response is given first."""
     for g, group in enumerate(groups):
-        several = {"item": item.id, "order": ORDERS[g % 2]} if len(groups) > 1 else {}
-        id = f"{item.id}#{g}" if several else item.id
-        yield item.row | several | {"id": id, "responses": [item.responses[i] for i in group]}, id, item.where
+        row = item.row | {"responses": [item.responses[i] for i in group]}
+        yield row, f"{item.id}#{g}" if len(groups) > 1 else item.id, item.where
 
 
 # Figures -------------------------------------------------------------------------------------------------------------
@@ -122,7 +125,8 @@ class Part:
     items: np.ndarray
     level: int
     label: str
-    section: str = ""
+    subsets: Mapping[str, np.ndarray]
+    """Its items by subset: their places among all items."""
 
     @property
     def whole(self) -> bool:
@@ -141,18 +145,18 @@ def _parts(items: Sequence[Item]) -> Iterator[Part]:
         own = benchmarks == benchmark
         if not own.any():
             continue
-        yield Part(title, benchmark, own, 0, title)
-        found = list(dict.fromkeys(subsets[own]))
-        if benchmark == "rewardbench":
-            for section in present_sections(found):
-                yield Part(f"{title}/{section}", benchmark, own, 1, section, section)
-        if len(found) > 1 or benchmark == "llmbar":
-            for subset in found:
-                yield Part(f"{title}/{subset or '(none)'}", benchmark, own & (subsets == subset), 2, subset or "(none)")
+        places = {str(subset): np.flatnonzero(own & (subsets == subset)) for subset in dict.fromkeys(subsets[own])}
+        yield Part(title, benchmark, own, 0, title, places)
+        for section, inside in present_sections(places).items() if benchmark == "rewardbench" else ():
+            part = {subset: places[subset] for subset in inside}
+            yield Part(f"{title}/{section}", benchmark, own & np.isin(subsets, inside), 1, section, part)
+        for subset, where in places.items() if len(places) > 1 or benchmark == "llmbar" else ():
+            name = subset or "(none)"
+            yield Part(f"{title}/{name}", benchmark, own & (subsets == subset), 2, name, {subset: where})
 
 
-Key = tuple[str, str]
-"""What was evaluated, or a difference between two; and the figure."""
+Key = tuple[str, str, str]
+"""The part, what was evaluated (or a difference between two), and the figure."""
 
 
 def _estimate(
@@ -160,60 +164,49 @@ def _estimate(
 ) -> dict[str, Figures]:
     """All figures of all parts: of each reward, and of the difference between two on the items that both have values for."""
     common = {f"{a} - {b}": (_where_both(arrays[a], arrays[b]), _where_both(arrays[b], arrays[a])) for a, b in _compared(arrays)}
-    results: dict[str, Figures] = {name: {} for name in [*arrays, *common]}
+    figures = {(name, figure): values for name, own in arrays.items() for figure, values in own.items()}
+    figures |= {(name, "accuracy"): a["accuracy"] - b["accuracy"] for name, (a, b) in common.items()}
+    values: dict[str, dict[tuple[str, str], np.ndarray]] = {}
     for part in parts:
-        values = {(name, figure): own[figure][part.items] for name, own in arrays.items() for figure in own}
-        values |= {(name, "accuracy"): (a["accuracy"] - b["accuracy"])[part.items] for name, (a, b) in common.items()}
-        counts = {key: int((~np.isnan(found)).sum()) for key, found in values.items()}
-        values = {key: found for key, found in values.items() if counts[key]}
-        statistic = partial(_statistic, part, items, values, arrays, common)
-        for (name, figure), estimate in estimate_all(statistic, counts, _prompt_numbers(items), resampling).items():
-            results[name].setdefault(part.name, {})[figure] = estimate
+        inside = {key: found[part.items] for key, found in figures.items()}
+        values[part.name] = {key: found for key, found in inside.items() if not np.isnan(found).all()}
+    counts = {(part, *key): int((~np.isnan(found)).sum()) for part, own in values.items() for key, found in own.items()}
+
+    def statistic(weights: np.ndarray) -> dict[Key, np.ndarray]:
+        means: dict[Key, np.ndarray] = {}
+        for part in parts:
+            own = values[part.name]
+            found = means_by_name(weights[:, part.items], own)
+            for name, figure in own if part.adds_up else ():
+                if figure == "accuracy":
+                    sides = [_added_up(part, weights, side) for side in common.get(name) or [arrays[name]]]
+                    found[name, figure] = sides[0] if len(sides) == 1 else sides[0] - sides[1]
+            means |= {(part.name, *key): drawn for key, drawn in found.items()}
+        return means
+
+    results: dict[str, Figures] = {name: {} for name in [*arrays, *common]}
+    for (part, name, figure), estimate in estimate_all(statistic, counts, _prompt_numbers(items), resampling).items():
+        results[name].setdefault(part, {})[figure] = estimate
     return results
 
 
-def _statistic(
-    part: Part,
-    items: Sequence[Item],
-    values: Mapping[Key, np.ndarray],
-    arrays: Mapping[str, Arrays],
-    common: Mapping[str, tuple[Arrays, Arrays]],
-    weights: np.ndarray,
-) -> dict[Key, np.ndarray]:
-    means = means_by_name(weights[:, part.items], values)
-    if part.adds_up:
-        for name, figure in values:
-            if figure == "accuracy" and name in arrays:
-                means[name, figure] = _added_up(part, items, weights, arrays[name])
-            elif figure == "accuracy":
-                first, second = (_added_up(part, items, weights, own) for own in common[name])
-                means[name, figure] = first - second
-    return means
-
-
-def _added_up(part: Part, items: Sequence[Item], weights: np.ndarray, arrays: Arrays) -> np.ndarray:
+def _added_up(part: Part, weights: np.ndarray, arrays: Arrays) -> np.ndarray:
     """The accuracy of a part by the rule of RewardBench, for each resample. `weights` and `arrays` are those of all items."""
-    subsets = [item.subset for item in items]
-    inside = [subset for subset, own in zip(subsets, part.items, strict=True) if own]
-    if part.benchmark == "rewardbench":
-        credits = np.where(part.items, arrays["accuracy"], np.nan)
-        sections = [part.section] if part.section else present_sections(inside)
-        return np.mean([section_means(weights, credits, subsets, section) for section in sections], axis=0)
-    if part.whole:
-        names, all_names = dict.fromkeys(inside), np.array(subsets)
-        parts = [Part(name, part.benchmark, part.items & (all_names == name), 2, name) for name in names]
-        return np.mean([_added_up(subset, items, weights, arrays) for subset in parts], axis=0)
-    own = weights[:, part.items]
-    if part.label == TIES:
-        means = {name: np.nan_to_num(weighted_means(own, arrays[f"ties/{name}"][part.items])) for name in TIES_WEIGHTS}
-        return np.sum([weight * means[name] for name, weight in TIES_WEIGHTS.items()], axis=0)
-    return weighted_means(own, arrays["accuracy"][part.items])
+    means = {}
+    for subset, where in part.subsets.items():
+        if part.benchmark == "rewardbench2" and subset == TIES:
+            means[subset] = ties_scores(weights[:, where], {name: arrays[f"ties/{name}"][where] for name in TIES_WEIGHTS})
+        else:
+            means[subset] = weighted_means(weights[:, where], arrays["accuracy"][where])
+    return mean_of_sections(means) if part.benchmark == "rewardbench" else mean_of_subsets(means)
 
 
 def _where_both(own: Arrays, other: Arrays) -> Arrays:
     """What accuracies are computed from, on the items for which the other one has values too."""
     names = [name for name in own if name == "accuracy" or name.startswith("ties/")]
-    return {name: np.where(np.isnan(other[name]), np.nan, own[name]) for name in names}
+    # A prompt has no margin if the right answers have equal scores, which is no failure.
+    needed = {name: "ties/preferred" if name == "ties/margin" else name for name in names}
+    return {name: np.where(np.isnan(other[needed[name]]), np.nan, own[name]) for name in names}
 
 
 def _compared(arrays: Mapping[str, Arrays]) -> list[tuple[str, str]]:
@@ -224,20 +217,30 @@ def _compared(arrays: Mapping[str, Arrays]) -> list[tuple[str, str]]:
 
 
 def _prompt_numbers(items: Sequence[Item]) -> np.ndarray:
-    """The two items of a prompt in RewardBench 2's Ties are drawn together."""
-    keys = [item.id if (key := tie_key(item)) is None else f"ties:{key[1]}" for item in items]
+    """Items with the same prompt are drawn together, and so are the two of a prompt in RewardBench 2's Ties."""
+    keys = [tie_key(item) or json.dumps(item.row.get("prompt") or item.id, default=str) for item in items]
+    keys = [f"ties:{key[1]}" if isinstance(key, tuple) else key for key in keys]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     return np.array([numbers[key] for key in keys])
 
 
-def _length_curve(items: Sequence[Item], accuracy: np.ndarray) -> list[dict[str, float]]:
+def _length_curves(
+    items: Sequence[Item], arrays: Mapping[str, Arrays], resampling: Resampling
+) -> dict[str, list[dict[str, float]]]:
     """Accuracy by how much longer the right response is."""
-    bins = length_preference(np.array([_length_difference(item) for item in items]), accuracy)["bins"]
-    return [
-        {"from": one["low"], "to": one["high"], "accuracy": one["accuracy"].value, "low": one["accuracy"].low,
-         "high": one["accuracy"].high, "items": one["accuracy"].n}
-        for one in bins
-    ]  # fmt: skip
+    longer = np.array([_length_difference(item) for item in items])
+    bins = length_bins(longer)
+    accuracies = {
+        (name, int(b)): np.where(bins == b, own["accuracy"], np.nan) for name, own in arrays.items() for b in np.unique(bins)
+    }
+    known = {key: found for key, found in accuracies.items() if not np.isnan(found).all()}
+    found = estimate_means(known, _prompt_numbers(items), resampling)
+    curves: dict[str, list[dict[str, float]]] = {name: [] for name in arrays}
+    for (name, b), accuracy in found.items():
+        inside = longer[bins == b]
+        own = {"accuracy": accuracy.value, "low": accuracy.low, "high": accuracy.high, "items": accuracy.n}
+        curves[name].append({"from": float(inside.min()), "to": float(inside.max()), **own})
+    return curves
 
 
 # Tables --------------------------------------------------------------------------------------------------------------

@@ -70,3 +70,11 @@ def estimate_all(
         name: percentile_interval(value, np.concatenate(drawn[name]), items_of[name], resampling.confidence)
         for name, value in values.items()
     }
+
+
+def estimate_means(
+    figures: Mapping[K, np.ndarray], prompts: Sequence[int] | np.ndarray, resampling: Resampling
+) -> dict[K, Estimate]:
+    """The mean of each figure over its items."""
+    counts = {name: int((~np.isnan(values)).sum()) for name, values in figures.items()}
+    return estimate_all(lambda weights: means_by_name(weights, figures), counts, prompts, resampling)

@@ -29,6 +29,14 @@ class LengthPreference(TypedDict):
     """Accuracy by quantiles of the length difference, in ascending order."""
 
 
+def length_bins(difference: np.ndarray, bins: int = BINS) -> np.ndarray:
+    """The bin of each length difference, from 0: by quantiles, so that each has about as many items."""
+    # Equal differences share the quantile in their middle, and so a bin.
+    _, level, counts = np.unique(difference, return_inverse=True, return_counts=True)
+    quantile = ((np.cumsum(counts) - counts / 2) / max(1, len(difference)))[level]
+    return (quantile * bins).astype(np.intp)
+
+
 def length_preference(
     chosen_minus_rejected_length: np.ndarray, credit: np.ndarray, *, bins: int = BINS, **options: Any
 ) -> LengthPreference:
@@ -44,10 +52,7 @@ def length_preference(
     difference, credit = difference[known], credit[known]
     longer, shorter = difference > 0, difference < 0
     unequal = longer | shorter
-    # Equal differences share the quantile in their middle, and so a bin.
-    _, level, counts = np.unique(difference, return_inverse=True, return_counts=True)
-    quantile = ((np.cumsum(counts) - counts / 2) / max(1, len(difference)))[level]
-    bin_of = (quantile * bins).astype(np.intp)
+    bin_of = length_bins(difference, bins)
     return {
         "right_longer": mean(credit[longer], **options),
         "right_shorter": mean(credit[shorter], **options),
