@@ -62,6 +62,11 @@ demo: .venv/installed
 	.venv-verl/bin/pip install --quiet --no-compile --no-deps verl==0.9.1
 	@touch $@
 
+# RewardBench's own scoring code, as a folder that .venv's Python searches: its dependencies are for running models, and old.
+.venv-rewardbench/installed: .venv/dev-installed
+	$(BIN)/pip install --quiet --no-compile --no-deps --target .venv-rewardbench rewardbench==0.1.4
+	@touch $@
+
 # What needs no torch comes first, so that testing starts at once: importing torch and transformers takes five seconds.
 # Then neighbouring files for each worker (worksteal), so that most of what the tests of a file share is made once. At
 # most 8 workers, of about a gigabyte each.
@@ -75,7 +80,7 @@ test: .venv/dev-installed
 # Lint and the installs take one core each. The slow tests of a file (vLLM's) run one after another, longest files first.
 test-all: test
 	$(MAKE) .venv/docs-installed
-	$(MAKE) -j 2 lint docs .venv-trl/installed .venv-verl/installed .venv-vllm/installed
+	$(MAKE) -j 2 lint docs .venv-trl/installed .venv-verl/installed .venv-vllm/installed .venv-rewardbench/installed
 	$(BIN)/pytest -n 2 --dist loadfile -m slow $(ARGS)
 
 lint: .venv/dev-installed
