@@ -111,14 +111,21 @@ def markdown(evaluation: Evaluation) -> str:
         head = ["", *table.columns]
         lines += [f"**{table.title}**", ""]
         lines += [_line(head), _line(["---", *["---:"] * len(table.columns)])]
-        lines += [_line([label, *(show_cell(cell, table.percent) for cell in cells)]) for label, cells in table.rows]
+        lines += [_line([_indented(label), *(show_cell(cell, table.percent) for cell in cells)]) for label, cells in table.rows]
         note = f" {table.note}" if table.note else ""
         lines += ["", f"{unit}ith {confidence} intervals (bootstrap over prompts).{note}", ""]
     return "\n".join(lines)
 
 
+def _indented(label: str) -> str:
+    """Markdown drops spaces at the start of a cell."""
+    inner = label.lstrip(" ")
+    return "&emsp;" * ((len(label) - len(inner)) // 2) + inner
+
+
 def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    """Of a table: a cell is one line, and only what separates cells is a bar."""
+    return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 # Files ---------------------------------------------------------------------------------------------------------------

@@ -43,10 +43,16 @@ def load_evaluated(recipes: Sequence[str]) -> list[EvaluatedReward]:
     given = [_named(recipe) for recipe in recipes]
     stems = [name or path.stem for name, path in given]
     names = [name or (path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}/{path.stem}") for name, path in given]
-    twice = next((name for name in names if names.count(name) > 1), None)
+    files = [_file_name(name) for name in names]
+    twice = next((name for name, file in zip(names, files, strict=True) if files.count(file) > 1), None)
     if twice is not None:
         raise PlauditError(f"--rewards: two of them are called {twice!r}; name them: --rewards first={given[0][1]} …")
     return [EvaluatedReward(name, path, load_rewards(path)) for name, (_, path) in zip(names, given, strict=True)]
+
+
+def _file_name(name: str) -> str:
+    """Of a reward's scores."""
+    return f"{name.replace('/', '-')}.jsonl"
 
 
 def _named(recipe: str) -> tuple[str | None, Path]:
@@ -126,7 +132,7 @@ def score_rows(
     `given_order`: judges that compare show responses in the order of the row, once, and not as in training. `final_causes`:
     failures that are results, which are not scored again.
     """
-    out = folder / f"{reward.name.replace('/', '-')}.jsonl"
+    out = folder / _file_name(reward.name)
     settings = [without_substitutes(one) for one in reward.rewards]
     if given_order:
         settings = [in_given_order(one) for one in settings]
