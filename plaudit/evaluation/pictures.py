@@ -19,6 +19,7 @@ def draw_rewards(figures: Mapping[str, Figures], curves: Mapping[str, Any], path
     left.axvline(50, color="0.6", linewidth=1, linestyle=":")
     left.set_xlabel("accuracy, per cent, with intervals (dotted: chance for pairs)", fontsize=8)
     _draw_length(right, curves)
+    _draw_legend(figure, left)
     _save(figure, path)
 
 
@@ -30,6 +31,7 @@ def draw_ranking(figures: Mapping[str, Figures], path: Path) -> None:
     _draw_parts(right, figures, "tau_b", 1)
     right.axvline(0, color="0.6", linewidth=1, linestyle=":")
     right.set_xlabel("Kendall's τ_b, with intervals (dotted: chance)", fontsize=8)
+    _draw_legend(figure, left)
     _save(figure, path)
 
 
@@ -42,16 +44,16 @@ def draw_verifier(figures: Mapping[str, Mapping[str, Estimate]], path: Path) -> 
     for i, (name, own) in enumerate(figures.items()):
         if {"false_accept_rate", "false_reject_rate"} <= own.keys():
             x, y = own["false_accept_rate"], own["false_reject_rate"]
-            axes.errorbar(
-                [100 * x.value], [100 * y.value], xerr=_spans([x], 100), yerr=_spans([y], 100), label=name, **_style(i)
-            )  # fmt: skip
+            # Rewards that agree have the same point: later ones are smaller.
+            style = _style(i, size=max(4, 12 - 2 * i))
+            axes.errorbar([100 * x.value], [100 * y.value], xerr=_spans([x], 100), yerr=_spans([y], 100), label=name, **style)
     axes.set_xlabel("false accepts, per cent of wrong answers", fontsize=8)
     axes.set_ylabel("false rejects, per cent of right answers", fontsize=8)
     axes.set_xlim(left=min(-2.0, axes.get_xlim()[0]))
     axes.set_ylim(bottom=min(-2.0, axes.get_ylim()[0]))
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    _draw_legend(figure, axes)
     _save(figure, path)
 
 
@@ -79,13 +81,20 @@ def _draw_parts(axes: Any, figures: Mapping[str, Figures], which: str, unit: flo
         axes.errorbar(values, places, xerr=_spans(estimates, unit), label=name, **_style(i))
     axes.set_yticks(range(len(parts)), [_shorten(part) for part in parts], fontsize=8)
     axes.invert_yaxis()
-    axes.legend(fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
     axes.grid(axis="x", alpha=0.3)
 
 
-def _style(i: int) -> dict[str, Any]:
+def _draw_legend(figure: Any, axes: Any) -> None:
+    """Above the axes, so that it hides no interval."""
+    handles, names = axes.get_legend_handles_labels()
+    if names:
+        figure.legend(handles, names, loc="outside upper center", ncols=min(4, len(names)), fontsize=8, frameon=False)
+
+
+def _style(i: int, size: int = 5) -> dict[str, Any]:
     """Of the i-th reward's points."""
-    return {"fmt": MARKERS[i % 8], "color": COLOURS[i % 8], "capsize": 2, "markersize": 5}
+    return {"fmt": MARKERS[i % 8], "color": COLOURS[i % 8], "capsize": 2, "markersize": size}
 
 
 def _spans(estimates: Sequence[Estimate], unit: float) -> list[list[float]]:

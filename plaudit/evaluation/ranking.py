@@ -37,7 +37,7 @@ from plaudit.evaluation.compared import (
 from plaudit.evaluation.groups import GroupColumns, RankedGroup, read_groups
 from plaudit.evaluation.results import Cell, Evaluation, Figures, Table, show_cell
 from plaudit.evaluation.row_files import prompt_key
-from plaudit.evaluation.scored import EvaluatedReward, RewardScores, change_rewards, score_rows
+from plaudit.evaluation.scored import EvaluatedReward, RewardScores, change_rewards, score_rows, sum_usage
 from plaudit.evaluation.systems import SYSTEM_RESAMPLES, SystemScores, by_system
 from plaudit.files import text_digest
 from plaudit.recipe import RewardSettings
@@ -146,16 +146,11 @@ def _score_runs(job: RankingJob, reward: EvaluatedReward, groups: Sequence[Ranke
 
 def _report(runs: Sequence[RewardScores]) -> dict[str, Any]:
     """Of all runs together."""
-    failures, usage = Counter[str](), dict[str, Counter[str]]()
-    for run in runs:
-        failures += run.failures
-        for model, totals in run.usage.items():
-            usage.setdefault(model, Counter()).update(totals)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return {
-        "failures": dict(failures),
+        "failures": dict(sum((run.failures for run in runs), Counter[str]())),
         "messages": {cause: message for run in reversed(runs) for cause, message in run.messages.items()},
         "malformed": sum(run.malformed for run in runs),
-        "usage": {model: dict(totals) for model, totals in usage.items()},
+        "usage": sum_usage(*(run.usage for run in runs)),
         "responses_per_s": round(fmean(run.per_s for run in runs), 1),
     }
 

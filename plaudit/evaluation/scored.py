@@ -3,13 +3,16 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from plaudit.audit.certificate import digest_rewards
 from plaudit.errors import PlauditError
+from plaudit.files import write_atomic
 from plaudit.inputs import load_rewards
+from plaudit.json_files import UnreadableJson, read_object
 from plaudit.loops.score import LocatedRow, RowsToScore, ScoreJob, results_of, score
 from plaudit.recipe import RewardSettings
 from plaudit.recipe.rewards import nested_rewards
@@ -140,6 +143,7 @@ def score_rows(
     job = ScoreJob(
         settings, to_score, out, tokenizer, details=True, final_causes=final_causes, verb="eval", label=reward.name
     )  # fmt: skip
+    resumed = out.exists()
     summary = score(job)
     with out.open(encoding="utf-8", newline="\n") as file:
         results = [results_of(json.loads(line)) for line in file]
@@ -151,6 +155,30 @@ def score_rows(
         malformed=summary.malformed,
         failures=summary.failures,
         messages=summary.messages,
-        usage=summary.models,
+        usage=_add_usage(out, summary.models, resumed),
         per_s=summary.per_s,
     )
+
+
+def _add_usage(out: Path, now: Mapping[str, UsageTotals], resumed: bool) -> dict[str, UsageTotals]:
+    """Usage of all commands that have scored this file, which is kept next to it."""
+    file = out.with_name(f"{out.name}.usage.json")
+    before = dict[str, Any]()
+    if resumed:
+        with suppress(UnreadableJson):
+            before = read_object(file)
+    total = sum_usage(before, now)
+    if total:
+        write_atomic(file, json.dumps(total))
+    return total
+
+
+def sum_usage(*usages: Mapping[str, UsageTotals]) -> dict[str, UsageTotals]:
+    """By model, of several runs together."""
+    total: dict[str, UsageTotals] = {}
+    for usage in usages:
+        for model, amounts in usage.items():
+            own = total.setdefault(model, {})
+            for name, amount in amounts.items():
+                own[name] = own.get(name, 0.0) + amount
+    return total

@@ -41,7 +41,7 @@ FIGURES = {
     "false_accept_rate": "false accepts, of wrong answers",
     "false_reject_rate": "false rejects, of right answers",
     "accepted": "accepted",
-    "judged": "answers for which a model was called",
+    "judged": "sent to a model",
 }
 HINT = "Rows have a question (`prompt`), an answer (`response`), a reference (`ground_truth`) and a label; other names: --label"
 
@@ -172,6 +172,6 @@ def _tables(
             title = f"{FIGURES[figure].capitalize()}, by {by}"
             tables.append(Table(title, names, [(part.label, row(part.name, figure)) for part in inside]))
     if differences:
-        columns = {figure: label.partition(",")[0] for figure, label in FIGURES.items()} | {"judged": "model called"}
+        columns = {figure: label.partition(",")[0] for figure, label in FIGURES.items()}
         tables.append(difference_table("Differences", differences, columns))
     return tables

@@ -211,12 +211,12 @@ def score(job: ScoreJob) -> Summary:
     }
     files = {str(file): fingerprint(file) for reward in job.rewards for file in reward.files}
     cache = job.out.with_name(f"{job.out.name}.scores.sqlite")
-    with (
-        open_resumable(job.out, inputs, job.verb, may_change=files) as file,
-        RewardRunner(job.rewards, cache=cache, tolerant=True) as runner,
-    ):
-        summary = _score_missing(job, file, runner)
-        summary.models = runner.amounts()
+    with open_resumable(job.out, inputs, job.verb, may_change=files) as file:
+        summary, failed = _read_scored(job, file)
+        if failed or len(file.done) < job.rows.total:  # else no model is loaded and no server is called
+            with RewardRunner(job.rewards, cache=cache, tolerant=True) as runner:
+                _score_missing(job, file, runner, summary, failed)
+                summary.models = runner.amounts()
     if job.allow_failures or not summary.rows_without_value:
         for leftover in (cache, *(cache.with_name(f"{cache.name}-{end}") for end in ("wal", "shm"))):
             leftover.unlink(missing_ok=True)
@@ -226,7 +226,8 @@ def score(job: ScoreJob) -> Summary:
     return summary
 
 
-def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner) -> Summary:
+def _read_scored(job: ScoreJob, file: ResumableJsonl) -> tuple[Summary, list[int]]:
+    """A summary of the rows that need not be scored again, and the numbers of those on which a reward failed."""
     summary, failed, total = Summary(job.final_causes), list[int](), job.rows.total
     for number, row in enumerate(islice(file.rows(), total)):
         if _has_failure(row, job.final_causes):
@@ -237,7 +238,11 @@ def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner) ->
         again = f"; scoring {len(failed):,} of them again, on which a reward failed" if failed else ""
         rest = "; resuming with the rest" if len(file.done) < total else ""
         print_line(f"{job.out}: has {len(file.done):,} of {total:,} rows{again}{rest}")
-    count_tokens = token_counter(job.tokenizer)
+    return summary, failed
+
+
+def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner, summary: Summary, failed: Sequence[int]) -> None:
+    total, count_tokens = job.rows.total, token_counter(job.tokenizer)
     before, began = summary.means.responses, time.perf_counter()
     activity = Activity()
     with StepProgress(job.label, total, summary.rows, activity=activity) as progress:
@@ -257,7 +262,6 @@ def _score_missing(job: ScoreJob, file: ResumableJsonl, runner: RewardRunner) ->
         for row in scored(islice(job.rows.read(), len(file.done), total), total - len(file.done)):
             file.write(row)
     file.sync()
-    return summary
 
 
 def _score_rows(

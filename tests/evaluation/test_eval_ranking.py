@@ -233,7 +233,7 @@ def test_runs_have_other_seeds_and_are_averaged(rank):
 
 @pytest.mark.parametrize("kind", ["group_judge", "judge"])
 def test_an_unreadable_answer_counts_0_and_is_a_result(rank, kind):
-    """Of two groups one has an answer that cannot be parsed. Nothing is left to score, so that nothing is called again."""
+    """Of two groups one has an answer that cannot be parsed. Nothing is left to score, so the server may be gone."""
     answer_to = load_stand_in_judge().answer_to
     with FaultServer() as server:
         server.reply = lambda prompt: (
@@ -241,11 +241,14 @@ def test_an_unreadable_answer_counts_0_and_is_a_result(rank, kind):
         )  # fmt: skip
         judge = judge_at(server.url, kind)
         code, found, shown = rank(TRANSLATIONS, {"judge": judge})
-        calls = len(server.requests)
-        again = rank(TRANSLATIONS, {"judge": judge})
-        assert len(server.requests) == calls
-    assert code == 0
-    assert again[:2] == (0, found | {"details": again[1]["details"]})
+        server.die()
+        again, found_again, _ = rank(TRANSLATIONS, {"judge": judge})
+    assert (code, again) == (0, 0)
+    assert (found_again["figures"], found_again["details"]["judge"]["usage"]) == (
+        found["figures"],
+        found["details"]["judge"]["usage"],
+    )
+    assert found["details"]["judge"]["usage"]["judge"]["calls"] == (2 if kind == "group_judge" else 6)
     assert (values(found, "judge")["accuracy"], values(found, "judge")["tau_b"]) == (0.5, 1.0)
     assert found["figures"]["judge"]["all"]["accuracy"]["n"] == 2
     assert found["details"]["judge"]["unreadable"] == 1
@@ -275,6 +278,7 @@ def test_a_dead_server_is_reported_and_the_rest_scored_later(rank):
         server.requests.clear()
         code, found, _ = rank(TRANSLATIONS, {"judge": judge})
         assert (code, len(server.requests)) == (0, 1)
+        assert found["details"]["judge"]["usage"]["judge"]["calls"] == 3  # of both commands: one was lost
     assert "A good morning" in server.contents()[0]
     assert values(found, "judge")["accuracy"] == 0.5
 
