@@ -29,7 +29,7 @@ EXAMPLES = {
         "plaudit eval rewards reward-bench-2.parquet --rewards bt=bradley_terry.yaml judge.yaml --markdown",
     ),
     "eval ranking": (
-        "plaudit eval ranking recipes/eval/translations.jsonl --rewards recipes/eval/chrf.yaml",
+        "plaudit eval ranking recipes/eval/translations.jsonl --rewards recipes/eval/ranking_chrf.yaml",
         "plaudit eval ranking groups.parquet --rewards grrm=group_judge.yaml bt=bradley_terry.yaml --runs 4",
     ),
     "eval verifier": (

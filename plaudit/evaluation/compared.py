@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 
 from plaudit.evaluation.results import Cell, Figures, Table, show_cell
-from plaudit.statistics.figures import Resampling, estimate_all, means_by_name
+from plaudit.statistics.figures import Resampling, estimate_means
 
 ALL = "all"
 """The part that has all items."""
@@ -82,11 +82,9 @@ def estimate_parts(
         for a, b in compared(list(arrays)):
             both = [figure for figure in arrays[a] if figure in arrays[b]]
             values |= {(difference_name(a, b), figure): arrays[a][figure] - arrays[b][figure] for figure in both}
-        counts = {key: int((~np.isnan(array)).sum()) for key, array in values.items()}
-        values = {key: array for key, array in values.items() if counts[key]}
+        known = {key: array for key, array in values.items() if not np.isnan(array).all()}
         numbers = np.unique(prompts[part.items], return_inverse=True)[1]  # without gaps
-        estimates = estimate_all(lambda weights, values=values: means_by_name(weights, values), counts, numbers, resampling)
-        for (name, figure), estimate in estimates.items():
+        for (name, figure), estimate in estimate_means(known, numbers, resampling).items():
             results = figures if name in arrays else differences
             results.setdefault(name, {}).setdefault(part.name, {})[figure] = estimate
     return figures, differences
