@@ -17,18 +17,16 @@ columns in extra_info.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal
 
 from plaudit.data.columns import CONVERSATIONS, PAIR, RESPONSES, parse_object, plain
-from plaudit.data.conversations import Source, without_nulls
+from plaudit.data.conversations import Source
 from plaudit.data.rollouts import parse_response, split_responses
-from plaudit.data.row_ids import name_sources
 from plaudit.errors import DataError
 from plaudit.evaluation.rewardbench import SECTIONS, TIES
+from plaudit.evaluation.row_files import Row, RowFile, open_files
 
 Benchmark = Literal["pairs", "rewardbench", "rewardbench2", "rm_bench", "judgebench", "rmb", "llmbar"]
-Row = dict[str, Any]
 
 TELLING = {
     "chosen", "rejected", "reject", "label", "labels", "winner", "loser", "preference", "preferred", "better", "best", "worse",
@@ -70,38 +68,27 @@ class Item:
 
 def read_items(sources: Sequence[Source], max_items: int | None = None) -> list[Item]:
     """The items of all files, in order."""
-    names = name_sources(sources)
-    twice = next((source for source, name in zip(sources, names, strict=True) if names.count(name) > 1), None)
-    if twice is not None:
-        raise DataError(f"{twice}: is given twice; its items would count twice")
-    return [item for source, name in zip(sources, names, strict=True) for item in _read(source, name, max_items)]
+    return [item for file in open_files(sources, max_items) for item in _read(file)]
 
 
-def _read(source: Source, name: str, max_items: int | None) -> Iterator[Item]:
-    rows = source.rows()
-    if not len(rows):
-        raise DataError(f"{source}: has no rows")
-    benchmark = detect(rows, str(source))
-    parse = _PARSERS[benchmark]
-    file = name.rpartition(".")[0] or name
-    used: set[str] = set()
-    for number, (where, row) in enumerate(islice(rows.located(), max_items), 1):
-        row = without_nulls(row) if rows.nulls_mean_absent else row
-        row = {column: plain(value) for column, value in row.items() if value is not None}
-        own = str(row.get("id", number))
+def _read(file: RowFile) -> Iterator[Item]:
+    if not len(file.rows):
+        raise DataError(f"{file.source}: has no rows")
+    benchmark = detect(file.rows, file.source)
+    parse, own_ids = _PARSERS[benchmark], set[str]()
+    for one in file.located():
+        where, own = one.where, one.own_id
         try:
-            responses, right, seen, subset = parse(row, where)
+            responses, right, seen, subset = parse(one.row, where)
         except KeyError as missing:
             raise DataError(f"{where}: {missing} is missing, and the first row is one of {benchmark}. {HINT}") from None
         if not right or len(responses) == len(right):
             raise DataError(f"{where}: has {len(responses)} responses, {len(right)} of them right; it takes one of each kind")
-        if own in used and benchmark == "rewardbench2" and subset == TIES:
+        if own in own_ids and benchmark == "rewardbench2" and subset == TIES:
             raise DataError(f"{where}: a row above has the id {own!r} too; in {TIES} an id says which two rows belong together")
-        # The id of a row may be that of its prompt, which other rows share.
-        id = f"{file}:{own}" if own not in used else f"{file}:{own} (row {number})"
-        used.add(own)
-        subset = subset or _file_subset(benchmark, file)
-        yield Item(id, own, where, benchmark, subset, _visible(seen), tuple(responses), right)
+        own_ids.add(own)
+        subset = subset or _file_subset(benchmark, file.name)
+        yield Item(one.id, own, where, benchmark, subset, _visible(seen), tuple(responses), right)
 
 
 def _file_subset(benchmark: Benchmark, file: str) -> str:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from plaudit.data.conversations import Source
 from plaudit.evaluation.benchmarks import Benchmark, Item, read_items
+from plaudit.evaluation.compared import DIFFERENCES_NOTE, Arrays, compared, difference_name, prompt_numbers
 from plaudit.evaluation.outcomes import RM_BENCH, Outcome, add_ties, figures, shown_groups, tie_key
 from plaudit.evaluation.results import Cell, Evaluation, Figures, Table
 from plaudit.evaluation.rewardbench import TIES, TIES_WEIGHTS, mean_of_sections, mean_of_subsets, present_sections, ties_scores
@@ -38,9 +38,6 @@ LENGTH_FIGURES = {
     "prefers_longer": "verdicts for the longer one",
     "ties": "ties",
 }
-MOST_DIFFERENCES = 10
-"""More rewards than this make: only those against the first."""
-Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ def _length_difference(item: Item) -> float:
 
 
 @dataclass(frozen=True)
-class Part:
+class BenchmarkPart:
     """Items that have a line of their own: a benchmark, one of its sections, a subset."""
 
     name: str
@@ -138,7 +135,7 @@ class Part:
         return self.benchmark == "rewardbench2" or (self.benchmark == "rewardbench" and self.level < 2)
 
 
-def _parts(items: Sequence[Item]) -> Iterator[Part]:
+def _parts(items: Sequence[Item]) -> Iterator[BenchmarkPart]:
     benchmarks = np.array([item.benchmark for item in items])
     subsets = np.array([item.subset for item in items])
     for benchmark, title in TITLES.items():
@@ -146,13 +143,13 @@ def _parts(items: Sequence[Item]) -> Iterator[Part]:
         if not own.any():
             continue
         places = {str(subset): np.flatnonzero(own & (subsets == subset)) for subset in dict.fromkeys(subsets[own])}
-        yield Part(title, benchmark, own, 0, title, places)
+        yield BenchmarkPart(title, benchmark, own, 0, title, places)
         for section, inside in present_sections(places).items() if benchmark == "rewardbench" else ():
             part = {subset: places[subset] for subset in inside}
-            yield Part(f"{title}/{section}", benchmark, own & np.isin(subsets, inside), 1, section, part)
+            yield BenchmarkPart(f"{title}/{section}", benchmark, own & np.isin(subsets, inside), 1, section, part)
         for subset, where in places.items() if len(places) > 1 or benchmark == "llmbar" else ():
             name = subset or "(none)"
-            yield Part(f"{title}/{name}", benchmark, own & (subsets == subset), 2, name, {subset: where})
+            yield BenchmarkPart(f"{title}/{name}", benchmark, own & (subsets == subset), 2, name, {subset: where})
 
 
 Key = tuple[str, str, str]
@@ -160,10 +157,13 @@ Key = tuple[str, str, str]
 
 
 def _estimate(
-    items: Sequence[Item], parts: Sequence[Part], arrays: Mapping[str, Arrays], resampling: Resampling
+    items: Sequence[Item], parts: Sequence[BenchmarkPart], arrays: Mapping[str, Arrays], resampling: Resampling
 ) -> dict[str, Figures]:
     """All figures of all parts: of each reward, and of the difference between two on the items that both have values for."""
-    common = {f"{a} - {b}": (_where_both(arrays[a], arrays[b]), _where_both(arrays[b], arrays[a])) for a, b in _compared(arrays)}
+    common = {
+        difference_name(a, b): (_where_both(arrays[a], arrays[b]), _where_both(arrays[b], arrays[a]))
+        for a, b in compared(list(arrays))
+    }
     figures = {(name, figure): values for name, own in arrays.items() for figure, values in own.items()}
     figures |= {(name, "accuracy"): a["accuracy"] - b["accuracy"] for name, (a, b) in common.items()}
     values: dict[str, dict[tuple[str, str], np.ndarray]] = {}
@@ -185,12 +185,12 @@ def _estimate(
         return means
 
     results: dict[str, Figures] = {name: {} for name in [*arrays, *common]}
-    for (part, name, figure), estimate in estimate_all(statistic, counts, _prompt_numbers(items), resampling).items():
+    for (part, name, figure), estimate in estimate_all(statistic, counts, _prompts(items), resampling).items():
         results[name].setdefault(part, {})[figure] = estimate
     return results
 
 
-def _added_up(part: Part, weights: np.ndarray, arrays: Arrays) -> np.ndarray:
+def _added_up(part: BenchmarkPart, weights: np.ndarray, arrays: Arrays) -> np.ndarray:
     """The accuracy of a part by the rule of RewardBench, for each resample. `weights` and `arrays` are those of all items."""
     means = {}
     for subset, where in part.subsets.items():
@@ -209,19 +209,12 @@ def _where_both(own: Arrays, other: Arrays) -> Arrays:
     return {name: np.where(np.isnan(other[needed[name]]), np.nan, own[name]) for name in names}
 
 
-def _compared(arrays: Mapping[str, Arrays]) -> list[tuple[str, str]]:
-    """Each with each; of many, each with the first."""
-    names = list(arrays)
-    pairs = list(combinations(names, 2))
-    return pairs if len(pairs) <= MOST_DIFFERENCES else [(names[0], name) for name in names[1:]]
-
-
-def _prompt_numbers(items: Sequence[Item]) -> np.ndarray:
+def _prompts(items: Sequence[Item]) -> np.ndarray:
     """Items with the same prompt are drawn together, and so are the two of a prompt in RewardBench 2's Ties."""
-    keys = [tie_key(item) or json.dumps(item.row.get("prompt") or item.id, default=str) for item in items]
-    keys = [f"ties:{key[1]}" if isinstance(key, tuple) else key for key in keys]
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    return np.array([numbers[key] for key in keys])
+    keys = [
+        f"ties:{key[1]}" if (key := tie_key(item)) else json.dumps(item.row.get("prompt") or item.id, default=str) for item in items
+    ]
+    return prompt_numbers(keys)
 
 
 def _length_curves(
@@ -234,7 +227,7 @@ def _length_curves(
         (name, int(b)): np.where(bins == b, own["accuracy"], np.nan) for name, own in arrays.items() for b in np.unique(bins)
     }
     known = {key: found for key, found in accuracies.items() if not np.isnan(found).all()}
-    found = estimate_means(known, _prompt_numbers(items), resampling)
+    found = estimate_means(known, _prompts(items), resampling)
     curves: dict[str, list[dict[str, float]]] = {name: [] for name in arrays}
     for (name, b), accuracy in found.items():
         inside = longer[bins == b]
@@ -247,14 +240,14 @@ def _length_curves(
 
 
 def _tables(
-    parts: Sequence[Part],
+    parts: Sequence[BenchmarkPart],
     found: Mapping[str, Figures],
     differences: Mapping[str, Figures],
     details: Mapping[str, Mapping[str, Any]],
 ) -> list[Table]:
     names = list(found)
 
-    def row(part: Part, figure: str, label: str) -> tuple[str, list[Cell]]:
+    def row(part: BenchmarkPart, figure: str, label: str) -> tuple[str, list[Cell]]:
         return label, [found[name].get(part.name, {}).get(figure) for name in names]
 
     accuracy = [row(part, "accuracy", "  " * part.level + part.label) for part in parts]
@@ -266,8 +259,7 @@ def _tables(
     wholes = [part for part in parts if part.whole]
     if differences:
         rows = [(name, [own.get(part.name, {}).get("accuracy") for part in wholes]) for name, own in differences.items()]
-        note = "Of the items that both have values for; an interval without 0 is a difference that chance does not explain."
-        tables.append(Table("Differences in accuracy", [part.label for part in wholes], rows, note=note))
+        tables.append(Table("Differences in accuracy", [part.label for part in wholes], rows, note=DIFFERENCES_NOTE))
     judges = [name for name in names if any("consistency" in part for part in found[name].values())]
     if judges:
         rows = [
@@ -281,5 +273,5 @@ def _tables(
     return tables
 
 
-def _of(part: Part, parts: Sequence[Part]) -> str:
+def _of(part: BenchmarkPart, parts: Sequence[BenchmarkPart]) -> str:
     return f" ({part.label})" if len(parts) > 1 else ""

@@ -371,7 +371,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, 
 def score_by_length(reward: EvaluatedReward, rows: Sequence[LocatedRow], *_: Any, **options: Any) -> RewardScores:
     """LONGER and SHORTER without the processes and files of the reward layer, which take most of the time."""
     found: list[list[float | None]] = [[reward.rewards[0].scale * len(text) for text in row["responses"]] for row, _, _ in rows]
-    return RewardScores(found, 0, 0, Counter(), {})
+    return RewardScores(found, failed=0, malformed=0, failures=Counter(), messages={})
 
 
 @settings(max_examples=25, deadline=None)
