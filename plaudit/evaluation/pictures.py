@@ -14,7 +14,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 def draw_rewards(figures: Mapping[str, Figures], curves: Mapping[str, Any], path: Path) -> None:
     """Accuracy by part, with intervals; and accuracy by how much longer the right response is."""
-    figure, (left, right) = _side_by_side(figures)
+    figure, (left, right) = _side_by_side(figures, right_height=4.0)
     _draw_parts(left, figures, "accuracy", 100)
     left.axvline(50, color="0.6", linewidth=1, linestyle=":")
     left.set_xlabel("accuracy, per cent, with intervals (dotted: chance for pairs)", fontsize=8)
@@ -57,13 +57,17 @@ def draw_verifier(figures: Mapping[str, Mapping[str, Estimate]], path: Path) -> 
     _save(figure, path)
 
 
-def _side_by_side(figures: Mapping[str, Figures]) -> tuple[Any, Any]:
-    """Two axes, high enough for all parts."""
+def _side_by_side(figures: Mapping[str, Figures], *, right_height: float | None = None) -> tuple[Any, Any]:
+    """Two axes, high enough for all parts; the right one with a height of its own, in inches, if given."""
     from matplotlib.figure import Figure
 
-    height = max(3.0, 0.32 * len(_parts(figures)) * max(1, len(figures) / 2) + 1.2)
+    lines = len(_parts(figures)) * max(1.6, len(figures))
+    height = max(3.2, 0.16 * lines + 1.0)
     figure = Figure(figsize=(11, height), layout="constrained")
-    return figure, figure.subplots(1, 2, width_ratios=[3, 2])
+    if right_height is None or height < 1.5 * right_height:
+        return figure, figure.subplots(1, 2, width_ratios=[3, 2])
+    grid = figure.add_gridspec(2, 2, width_ratios=[3, 2], height_ratios=[right_height, height - right_height])
+    return figure, (figure.add_subplot(grid[:, 0]), figure.add_subplot(grid[0, 1]))
 
 
 def _parts(figures: Mapping[str, Figures]) -> list[str]:
@@ -78,9 +82,13 @@ def _draw_parts(axes: Any, figures: Mapping[str, Figures], which: str, unit: flo
         places = [place - 0.35 + step * (i + 0.5) for place, _ in found]
         estimates = [estimate for _, estimate in found]
         values = [unit * estimate.value for estimate in estimates]
-        axes.errorbar(values, places, xerr=_spans(estimates, unit), label=name, **_style(i))
-    axes.set_yticks(range(len(parts)), [_shorten(part) for part in parts], fontsize=8)
-    axes.invert_yaxis()
+        axes.errorbar(values, places, xerr=_spans(estimates, unit), label=_plain(name), **_style(i))
+    axes.set_yticks(range(len(parts)), [_plain(_shorten(part)) for part in parts], fontsize=8)
+    for part, label in zip(parts, axes.get_yticklabels(), strict=True):
+        label.set_fontweight("bold" if "/" not in part else "normal")
+    for border in range(1, len(parts)):
+        axes.axhline(border - 0.5, color="0.9", linewidth=0.8, zorder=0)
+    axes.set_ylim(len(parts) - 0.5, -0.5)
     axes.tick_params(axis="x", labelsize=8)
     axes.grid(axis="x", alpha=0.3)
 
@@ -89,7 +97,9 @@ def _draw_legend(figure: Any, axes: Any) -> None:
     """Above the axes, so that it hides no interval."""
     handles, names = axes.get_legend_handles_labels()
     if names:
-        figure.legend(handles, names, loc="outside upper center", ncols=min(4, len(names)), fontsize=8, frameon=False)
+        # About 170 characters fit into a line.
+        columns = max(1, min(len(names), 170 // (max(map(len, names)) + 8)))
+        figure.legend(handles, names, loc="outside upper center", ncols=columns, fontsize=8, frameon=False)
 
 
 def _style(i: int, size: int = 5) -> dict[str, Any]:
@@ -110,12 +120,22 @@ def _draw_length(axes: Any, curves: Mapping[str, Sequence[Mapping[str, float]]])
         axes.plot(middle, values, marker=MARKERS[i % 8], color=COLOURS[i % 8], markersize=4, linewidth=1, label=name)
         low, high = ([100 * one[side] for one in bins] for side in ("low", "high"))
         axes.fill_between(middle, low, high, color=COLOURS[i % 8], alpha=0.12, linewidth=0)
-    axes.set_xscale("symlog", linthresh=100)
+    widest = max((abs(one[side]) for bins in curves.values() for one in bins for side in ("from", "to")), default=0.0)
+    if widest > 200:  # linear up to 100 characters, logarithmic beyond
+        axes.set_xscale("symlog", linthresh=100)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:+,.0f}" if x else "0")
     axes.axvline(0, color="0.6", linewidth=1)
+    axes.axhline(50, color="0.6", linewidth=1, linestyle=":")
+    axes.set_ylim(-4, 104)
     axes.set_xlabel("how much longer the right response is, characters", fontsize=8)
     axes.set_ylabel("accuracy, per cent", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
+
+
+def _plain(name: str) -> str:
+    """Without what matplotlib would read as a formula, or hide."""
+    return name.replace("$", r"\$").lstrip("_") or "_"
 
 
 def _shorten(part: str) -> str:

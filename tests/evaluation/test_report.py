@@ -61,7 +61,8 @@ def test_the_picture(tmp_path):
     """All subsets of RewardBench and several rewards: of a size that can be looked at."""
     subsets = [subset for sizes in SECTIONS.values() for subset in sizes]
     rows = [row for i, subset in enumerate(subsets) for row in pairs((5 + i, 9), (9, 5 + i), (12, i + 1), subset=subset)]
-    found = evaluate_rows(tmp_path, rows, {"longer": LONGER, "shorter": SHORTER, NAMES[1]: {**LONGER, "bounds": [0.0, 0.01]}})
+    no_formula = "_$x^$_"
+    found = evaluate_rows(tmp_path, rows, {"longer": LONGER, NAMES[1]: SHORTER, no_formula: {**LONGER, "bounds": [0.0, 0.01]}})
     picture = tmp_path / "eval.png"
     draw_rewards(found.figures, found.curves["length"], picture)
     width, height = _size(picture)
