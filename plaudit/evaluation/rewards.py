@@ -77,7 +77,8 @@ def _outcomes(job: RewardsJob, reward: EvaluatedReward, items: Sequence[Item]) -
     shown = [shown_groups(item, reward.compares) for item in items]
     rows = [row for item, groups in zip(items, shown, strict=True) for row in _rows(item, groups)]
     digest = text_digest(repr([(item.id, item.row, item.responses, item.right) for item in items]))
-    scored = score_rows(reward, rows, job.out / "scores", {"items": digest}, tokenizer=job.tokenizer)
+    identity = {"items": f"{len(items)} with digest {digest}"}
+    scored = score_rows(reward, rows, job.out / "scores", identity, tokenizer=job.tokenizer)
     values = iter(scored.values)
     outcomes = [Outcome(item, groups, [next(values) for _ in groups]) for item, groups in zip(items, shown, strict=True)]
     return outcomes, scored

@@ -285,7 +285,7 @@ def test_output_of_other_items_or_settings_is_not_resumed(tmp_path, plaudit, cha
     assert code == 2
     printed = " ".join(printed.split())
     assert "was made with other settings; choose another" in printed
-    assert ("items:" in printed) == (change != "settings")
+    assert ('items: "2 with digest' in printed) == (change != "settings")
     assert ("rewards.0.scale: 1.0 there, -1.0 now" in printed) == (change == "settings")
     assert (tmp_path / "out/eval.json").read_text() == before
 
