@@ -197,7 +197,9 @@ def flaky(tmp_path):
     judge = FlakyJudge("question 2")
     file = write_jsonl(tmp_path / "mine.jsonl", pairs((5, 1), (1, 5), (6, 1), (7, 1)))
     with stand_in_judge(answer_to=judge) as url:
-        recipe = write_recipe(tmp_path / "judge.yaml", {"rewards": [judge_at(url, limits={"unreadable_retries": 0})]})
+        recipe = write_recipe(
+            tmp_path / "judge.yaml", {"rewards": [judge_at(url, limits={"unreadable_retries": 0, "max_concurrent_calls": 1})]}
+        )
         yield judge, [file, "--rewards", recipe, "--out", tmp_path / "out"]
 
 
@@ -246,26 +248,27 @@ def test_stopped_halfway_it_resumes(flaky, plaudit, monkeypatch):
     monkeypatch.setattr(ResumableJsonl, "write", write)
     code, found, _ = evaluate(plaudit, *arguments)
     assert (code, found["figures"]["judge"]["pairs"]["accuracy"]["value"]) == (0, 3 / 4)
-    assert sorted(judge.calls) == sorted([f"question {i}" for i in range(4)] * 2)  # nothing twice
+    twice = Counter(judge.calls) - Counter([f"question {i}" for i in range(4)] * 2)
+    assert twice.total() <= 1  # only the call that was in flight
+    assert set(judge.calls) == {f"question {i}" for i in range(4)}
 
 
 @pytest.mark.slow
 def test_killed_halfway_it_resumes(tmp_path, plaudit):
-    """600 pairs make several chunks; kill -9 while the second is being scored."""
+    """kill -9 after two thirds of the calls."""
     judge = FlakyJudge()
     file = write_jsonl(tmp_path / "mine.jsonl", pairs(*((k % 9 + 2, 1) for k in range(600))))
     with stand_in_judge(answer_to=judge) as url:
-        recipe = write_recipe(tmp_path / "judge.yaml", {"rewards": [judge_at(url)]})
+        recipe = write_recipe(tmp_path / "judge.yaml", {"rewards": [judge_at(url, limits={"max_concurrent_calls": 8})]})
         arguments = [file, "--rewards", recipe, "--out", tmp_path / "out"]
         command = Command("eval", "rewards", *arguments)
-        command.wait_for(lambda: len(judge.calls) > 400)
+        command.wait_for(lambda: len(judge.calls) > 800)
         assert command.kill() == -9
         before = len(judge.calls)
         code, found, _ = evaluate(plaudit, *arguments)
     assert (code, found["figures"]["judge"]["pairs"]["accuracy"]["value"]) == (0, 1.0)
-    # What was in flight when it was killed is scored again.
-    assert 400 < before < 1200
-    assert 1200 <= len(judge.calls) <= 1200 + 64
+    assert 800 < before < 1200
+    assert 1200 <= len(judge.calls) <= 1200 + 256  # rows that were begun when it was killed
 
 
 @pytest.mark.parametrize("change", ["items", "settings", "rows"])
