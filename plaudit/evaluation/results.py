@@ -82,7 +82,7 @@ def _json_ready(value: Any) -> Any:
 
 
 def show_cell(cell: Cell, percent: bool) -> str:
-    """64.0 [61.2, 66.9] of an estimate; other numbers as they are."""
+    """64.0 [61.2, 66.9] of an estimate, 50.0 if all items are equal; other numbers as they are."""
     match cell:
         case None:
             return "–"
@@ -90,7 +90,7 @@ def show_cell(cell: Cell, percent: bool) -> str:
             if math.isnan(cell.value):
                 return "–"
             value, low, high = (_number(number, percent) for number in (cell.value, cell.low, cell.high))
-            return value if math.isnan(cell.low) else f"{value} [{low}, {high}]"
+            return value if math.isnan(cell.low) or cell.low == cell.high else f"{value} [{low}, {high}]"
         case float():
             return _number(cell, percent)
         case int():

@@ -246,11 +246,13 @@ def test_stopped_halfway_it_resumes(flaky, plaudit, monkeypatch):
     monkeypatch.setattr(ResumableJsonl, "write", stop_after_three)
     assert plaudit("eval", "rewards", *arguments)[0] == 130
     monkeypatch.setattr(ResumableJsonl, "write", write)
+    before = len(judge.calls)
     code, found, _ = evaluate(plaudit, *arguments)
     assert (code, found["figures"]["judge"]["pairs"]["accuracy"]["value"]) == (0, 3 / 4)
-    twice = Counter(judge.calls) - Counter([f"question {i}" for i in range(4)] * 2)
-    assert twice.total() <= 1  # only the call that was in flight
-    assert set(judge.calls) == {f"question {i}" for i in range(4)}
+    # Three rows were written: both orders of the first pair, and one of the second.
+    again = Counter(judge.calls[before:])
+    assert again <= Counter({"question 1": 1, "question 2": 2, "question 3": 2})
+    assert Counter(judge.calls) >= Counter({f"question {i}": 2 for i in range(4)})
 
 
 @pytest.mark.slow
@@ -268,7 +270,7 @@ def test_killed_halfway_it_resumes(tmp_path, plaudit):
         code, found, _ = evaluate(plaudit, *arguments)
     assert (code, found["figures"]["judge"]["pairs"]["accuracy"]["value"]) == (0, 1.0)
     assert 800 < before < 1200
-    assert 1200 <= len(judge.calls) <= 1200 + 256  # rows that were begun when it was killed
+    assert 1200 <= len(judge.calls) < 1200 + before / 2  # again only rows whose scores were not yet saved
 
 
 @pytest.mark.parametrize("change", ["items", "settings", "rows"])
