@@ -12,6 +12,7 @@ from plaudit.errors import DataError
 from plaudit.evaluation.groups import GroupColumns, read_groups
 from plaudit.prepare.translation import make_translation_rl
 from support.fault_server import FaultServer
+from support.models import make_classifier
 from support.recipes import write_recipe
 from support.rows import write_jsonl
 from support.scored_groups import GROUP
@@ -206,6 +207,22 @@ def test_judges_and_a_rule_on_the_same_groups(rank):
     calls = {kind: own["usage"]["stand-in"]["calls"] for kind, own in found["details"].items() if own["usage"]}
     assert calls == {"group_judge": 2, "pairwise_judge": 2 * 3 * 2, "judge": 2 * 3}
     assert "group_judge: stand-in: 2 calls" in shown
+
+
+@pytest.mark.slow
+def test_a_bradley_terry_model_on_the_same_groups(rank, tiny_model, tmp_path):
+    """Its pairs are right where its own scores are in the order of the reference."""
+    model = {"kind": "scalar_model", "model": {"path": str(make_classifier(tiny_model, tmp_path / "classifier"))}}
+    code, found, _ = rank(TRANSLATIONS, {"bt": model, "longer": LONGER})
+    scored = [json.loads(line)["reward"] for line in (tmp_path / "out/scores/bt.jsonl").read_text().splitlines()]
+    shares = []
+    for rewards, row in zip(scored, TRANSLATIONS, strict=True):
+        pairs = [(rewards[i] > rewards[j]) == (row["scores"][i] > row["scores"][j]) for i in range(3) for j in range(i)]
+        shares.append(sum(pairs) / 3)
+    assert code == 0
+    assert len({reward for rewards in scored for reward in rewards}) == 6
+    assert values(found, "bt")["accuracy"] == pytest.approx(sum(shares) / 2)
+    assert "longer" in found["figures"]
 
 
 def test_runs_have_other_seeds_and_are_averaged(rank):
