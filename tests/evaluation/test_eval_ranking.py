@@ -11,23 +11,20 @@ from plaudit.data.rows import read_rows
 from plaudit.errors import DataError
 from plaudit.evaluation.groups import GroupColumns, read_groups
 from plaudit.prepare.translation import make_translation_rl
+from support.evaluation import LONGER, judge_at, of_length
 from support.fault_server import FaultServer
+from support.models import make_classifier
 from support.recipes import write_recipe
 from support.rows import write_jsonl
 from support.scored_groups import GROUP
 from support.servers import load_stand_in_judge, stand_in_judge
 
-LONGER = {"kind": "length", "unit": "characters", "at_least": 1000, "slack": 1000}
-"""Scores k characters k / 1000."""
+LIMITS = {"backoff_s": 0.01, "retries": 0, "unreadable_retries": 0}
 
 
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch):
     monkeypatch.setattr("plaudit.evaluation.pictures.draw_ranking", lambda *_: None)
-
-
-def of_length(*lengths: int) -> list[str]:
-    return ["x" * length for length in lengths]
 
 
 def groups(*given: tuple[list[int], list[float]], **columns: Any) -> list[dict]:
@@ -190,14 +187,9 @@ TRANSLATIONS = [
 """The stand-in judge gives their candidates 9, 7 and 2 points: in the order of the reference, and in the opposite one."""
 
 
-def judge_at(url: str, kind: str, **settings: Any) -> dict[str, Any]:
-    limits = {"backoff_s": 0.01, "retries": 0, "unreadable_retries": 0}
-    return {"kind": kind, "model": {"placement": "server", "url": url}, "limits": limits, **settings}
-
-
 def test_judges_and_a_rule_on_the_same_groups(rank):
     with stand_in_judge() as url:
-        rewards = {kind: judge_at(url, kind) for kind in ("group_judge", "pairwise_judge", "judge")}
+        rewards = {kind: judge_at(url, kind, limits=LIMITS) for kind in ("group_judge", "pairwise_judge", "judge")}
         code, found, shown = rank(TRANSLATIONS, rewards | {"longer": LONGER})
     assert code == 0
     for kind in ("group_judge", "pairwise_judge", "judge"):
@@ -206,6 +198,22 @@ def test_judges_and_a_rule_on_the_same_groups(rank):
     calls = {kind: own["usage"]["stand-in"]["calls"] for kind, own in found["details"].items() if own["usage"]}
     assert calls == {"group_judge": 2, "pairwise_judge": 2 * 3 * 2, "judge": 2 * 3}
     assert "group_judge: stand-in: 2 calls" in shown
+
+
+@pytest.mark.slow
+def test_a_bradley_terry_model_on_the_same_groups(rank, tiny_model, tmp_path):
+    """Its pairs are right where its own scores are in the order of the reference."""
+    model = {"kind": "scalar_model", "model": {"path": str(make_classifier(tiny_model, tmp_path / "classifier"))}}
+    code, found, _ = rank(TRANSLATIONS, {"bt": model, "longer": LONGER})
+    scored = [json.loads(line)["reward"] for line in (tmp_path / "out/scores/bt.jsonl").read_text().splitlines()]
+    shares = []
+    for rewards, row in zip(scored, TRANSLATIONS, strict=True):
+        pairs = [(rewards[i] > rewards[j]) == (row["scores"][i] > row["scores"][j]) for i in range(3) for j in range(i)]
+        shares.append(sum(pairs) / 3)
+    assert code == 0
+    assert len({reward for rewards in scored for reward in rewards}) == 6
+    assert values(found, "bt")["accuracy"] == pytest.approx(sum(shares) / 2)
+    assert "longer" in found["figures"]
 
 
 def test_runs_have_other_seeds_and_are_averaged(rank):
@@ -220,7 +228,7 @@ def test_runs_have_other_seeds_and_are_averaged(rank):
             )
 
         server.reply = reply
-        judge = judge_at(server.url, "group_judge", sampling={"temperature": 0.4, "top_p": 0.7, "seed": 5})
+        judge = judge_at(server.url, "group_judge", limits=LIMITS, sampling={"temperature": 0.4, "top_p": 0.7, "seed": 5})
         code, found, shown = rank(TRANSLATIONS[:1], {"judge": judge, "longer": LONGER}, "--runs", 2)
         bodies = [request.body for request in server.requests]
     assert code == 0
@@ -239,7 +247,7 @@ def test_an_unreadable_answer_counts_0_and_is_a_result(rank, kind):
         server.reply = lambda prompt: (
             "Well." if "A good morning" in prompt and "Gute Nacht" in prompt else answer_to(prompt)
         )  # fmt: skip
-        judge = judge_at(server.url, kind)
+        judge = judge_at(server.url, kind, limits=LIMITS)
         code, found, shown = rank(TRANSLATIONS, {"judge": judge})
         server.die()
         again, found_again, _ = rank(TRANSLATIONS, {"judge": judge})
@@ -261,8 +269,7 @@ def test_a_dead_server_is_reported_and_the_rest_scored_later(rank):
     answer_to = load_stand_in_judge().answer_to
     with FaultServer() as server:
         server.reply, server.dies_after = answer_to, 1
-        limits = {"limits": {"backoff_s": 0.01, "retries": 0, "unreadable_retries": 0, "max_concurrent_groups": 1}}
-        judge = judge_at(server.url, "group_judge") | limits
+        judge = judge_at(server.url, "group_judge", limits=LIMITS | {"max_concurrent_groups": 1})
         code, found, shown = rank(TRANSLATIONS, {"judge": judge})
         assert code == 1
         assert values(found, "judge")["accuracy"] == 1.0

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from support.evaluation import judge_at
 from support.fault_server import FaultServer
 from support.paths import REPOSITORY
 from support.recipes import write_recipe
@@ -95,9 +96,9 @@ def test_answers_to_one_question_are_drawn_together(verify):
 # Rule and judge ------------------------------------------------------------------------------------------------------
 
 
-def judge_at(url: str) -> dict[str, Any]:
+def verifier_at(url: str) -> dict[str, Any]:
     limits = {"backoff_s": 0.01, "retries": 0, "unreadable_retries": 0}
-    return {"kind": "judge", "parser": "true_false", "model": {"placement": "server", "url": url}, "limits": limits}
+    return judge_at(url, "judge", parser="true_false", limits=limits)
 
 
 def test_rule_judge_and_both(verify):
@@ -110,7 +111,7 @@ def test_rule_judge_and_both(verify):
         answer("5", False),  # neither
     ]
     with stand_in_judge() as url:
-        judge = judge_at(url)
+        judge = verifier_at(url)
         rewards = {
             "rule": EXACT,
             "judge": judge,
@@ -173,14 +174,14 @@ def test_unreadable_and_lost_verdicts_are_scored_again(verify):
     answer_to = load_stand_in_judge().answer_to
     with FaultServer() as server:
         server.reply = lambda prompt: "Well." if "four" in prompt else answer_to(prompt)
-        code, found, shown = verify(ANSWERS, {"judge": judge_at(server.url)})
+        code, found, shown = verify(ANSWERS, {"judge": verifier_at(server.url)})
         assert code == 1
         assert found["figures"]["judge"]["all"]["accuracy"]["n"] == 5
         assert found["details"]["judge"]["failures"] == {"unparsable": 1}
         assert "1 of judge" in shown
         server.reply = answer_to
         server.requests.clear()
-        code, found, _ = verify(ANSWERS, {"judge": judge_at(server.url)})
+        code, found, _ = verify(ANSWERS, {"judge": verifier_at(server.url)})
         assert (code, len(server.requests)) == (0, 1)
     assert found["figures"]["judge"]["all"]["accuracy"]["n"] == 6
 
