@@ -43,6 +43,8 @@ FIGURES = {
     "accepted": "accepted",
     "judged": "sent to a model",
 }
+SHOWN = ("accuracy", "false_accept_rate", "false_reject_rate")
+"""Of the parts of the data, and of differences; eval.json has all."""
 HINT = "Rows have a question (`prompt`), an answer (`response`), a reference (`ground_truth`) and a label; other names: --label"
 
 
@@ -168,10 +170,10 @@ def _tables(
     tables = [Table("Verdicts", names, rows)]
     for by in dict.fromkeys(part.by for part in parts if part.by):
         inside = [part for part in parts if part.by == by]
-        for figure in ("accuracy", "false_accept_rate", "false_reject_rate"):
+        for figure in SHOWN:
             title = f"{FIGURES[figure].capitalize()}, by {by}"
             tables.append(Table(title, names, [(part.label, row(part.name, figure)) for part in inside]))
     if differences:
-        columns = {figure: label.partition(",")[0] for figure, label in FIGURES.items()}
+        columns = {figure: FIGURES[figure].partition(",")[0] for figure in SHOWN}
         tables.append(difference_table("Differences", differences, columns))
     return tables
