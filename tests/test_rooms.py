@@ -5,8 +5,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from plaudit import plugins
 from support.paths import REPOSITORY, TESTS
 
@@ -75,39 +73,51 @@ def imports(module: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_a_package_imports_only_from_lower_levels(module):
-    here = package_of(module)
-    for name in imports(module):
-        if not name.startswith("plaudit.") or here == "__init__":
+def name_of(file: Path) -> str:
+    return str(file.relative_to(REPOSITORY))
+
+
+def test_a_package_imports_only_from_lower_levels():
+    wrong = []
+    for module in MODULES:
+        here = package_of(module)
+        if here == "__init__":
             continue
-        there = name.split(".")[1]
-        if there in ("__version__", here):
-            continue
-        assert there in LEVEL, f"{module}: add {there} to LEVELS"
-        assert LEVEL[there] < LEVEL[here] or (here, there) in ALLOWED_SIDEWAYS | ALLOWED_UPWARDS, f"{here} must not import {there}"
+        for there in {name.split(".")[1] for name in imports(module) if name.startswith("plaudit.")} - {"__version__", here}:
+            if there not in LEVEL:
+                wrong.append(f"{name_of(module)}: add {there} to LEVELS")
+            elif LEVEL[there] >= LEVEL[here] and (here, there) not in ALLOWED_SIDEWAYS | ALLOWED_UPWARDS:
+                wrong.append(f"{name_of(module)}: {here} must not import {there}")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if package_of(m) in ("objectives", "rewards")], ids=str)
-def test_objectives_and_rewards_import_no_distributed_code(module):
-    for name in imports(module):
-        assert not name.startswith(("ray", "vllm", "torch.distributed")), name
-        assert package_of(module) != "objectives" or not name.startswith(("plaudit.config", "plaudit.recipe")), name
+def test_objectives_and_rewards_import_no_distributed_code():
+    forbidden = {"rewards": ("ray", "vllm", "torch.distributed")}
+    forbidden["objectives"] = (*forbidden["rewards"], "plaudit.config", "plaudit.recipe")
+    wrong = [
+        f"{name_of(module)}: {name}"
+        for module in MODULES
+        for name in imports(module)
+        if name.startswith(forbidden.get(package_of(module), ()))
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_only_the_cluster_knows_ray(module):
+def test_only_the_cluster_knows_ray():
     """And imports it when it is needed: most runs do without."""
-    name = str(module.relative_to(REPOSITORY))
-    if not name.startswith("plaudit/cluster/ray_"):
-        assert not [imported for imported in imports(module) if imported.partition(".")[0] == "ray"]
-    for node in ast.parse(module.read_text(encoding="utf-8")).body:
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
-        assert "ray" not in [imported.partition(".")[0] for imported in names], f"{name}: import ray inside a function"
+    wrong = []
+    for module in MODULES:
+        if not name_of(module).startswith("plaudit/cluster/ray_") and "ray" in {name.partition(".")[0] for name in imports(module)}:
+            wrong.append(f"{name_of(module)}: only plaudit/cluster/ray_*.py import ray")
+        for node in ast.parse(module.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+            if "ray" in [imported.partition(".")[0] for imported in names]:
+                wrong.append(f"{name_of(module)}: import ray inside a function")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_file_is_too_long():
-    long = {str(m.relative_to(REPOSITORY)): n for m in MODULES if (n := len(m.read_text().splitlines())) > 450}
+    long = {name_of(m): n for m in MODULES if (n := len(m.read_text().splitlines())) > 450}
     assert not long, f"split these: {long}"
 
 
@@ -116,12 +126,15 @@ def test_no_file_is_too_long():
 TEST_MODULES = sorted(TESTS.rglob("*.py"))
 
 
-@pytest.mark.parametrize("module", TEST_MODULES, ids=lambda path: str(path.relative_to(TESTS)))
-def test_no_test_module_imports_another(module):
+def test_no_test_module_imports_another():
     """Shared code belongs in tests/support."""
-    for name in imports(module):
-        last = name.split(".")
-        assert not any(part.startswith("test_") or part == "conftest" for part in last), f"{module}: {name}"
+    wrong = [
+        f"{name_of(module)}: {name}"
+        for module in TEST_MODULES
+        for name in imports(module)
+        if any(part.startswith("test_") or part == "conftest" for part in name.split("."))
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_test_folders_mirror_packages():
@@ -140,16 +153,24 @@ DOCUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_paths_named_in_documents_exist(document):
-    for path in re.findall(r"(?<![\w/.])(?:tests|bench|recipes|plaudit|docs)/[\w./-]*\w", document.read_text(encoding="utf-8")):
-        if Path(path).name not in ("x.py", "x"):
-            assert (REPOSITORY / path).exists(), f"{document}: {path}"
+def test_paths_named_in_documents_exist():
+    named = r"(?<![\w/.])(?:tests|bench|recipes|plaudit|docs)/[\w./-]*\w"
+    wrong = [
+        f"{name_of(document)}: {path}"
+        for document in DOCUMENTS
+        for path in re.findall(named, document.read_text(encoding="utf-8"))
+        if Path(path).name not in ("x.py", "x") and not (REPOSITORY / path).exists()
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("file", sorted((REPOSITORY / "plaudit/rewards").rglob("*.py")), ids=lambda file: file.stem)
-def test_a_reward_is_named_after_its_file(file):
+def test_a_reward_is_named_after_its_file():
     """Otherwise a recipe could not name it: `kind: x` is looked up as a class in x.py."""
-    kinds = re.findall(r'^    kind: Literal\["(\w+)"\]', file.read_text(encoding="utf-8"), re.M)
-    assert kinds in ([], [file.stem])
-    assert not kinds or file.stem in plugins.kinds("rewards"), f"{file.name} has no class named after it"
+    wrong = []
+    for file in sorted((REPOSITORY / "plaudit/rewards").rglob("*.py")):
+        kinds = re.findall(r'^    kind: Literal\["(\w+)"\]', file.read_text(encoding="utf-8"), re.M)
+        if kinds not in ([], [file.stem]):
+            wrong.append(f"{name_of(file)} has the kinds {kinds}")
+        elif kinds and file.stem not in plugins.kinds("rewards"):
+            wrong.append(f"{name_of(file)} has no class named after it")
+    assert not wrong, "\n".join(wrong)

@@ -26,8 +26,7 @@ RULES = [{"kind": "exact"}, {"kind": "repetition", "weight": 0.1}]
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[ServerProcess]:
-    slow_pattern = {"kind": "regex", "pattern": "(a|aa)+$", "when": {"data_source": "regex"}, "limits": {"timeout_s": 250}}
-    with run_server(tmp_path_factory.mktemp("attacked"), [*RULES, slow_pattern]) as running:
+    with run_server(tmp_path_factory.mktemp("attacked"), RULES) as running:
         yield running
         assert "Traceback" not in running.log.read_text()
 
@@ -48,17 +47,6 @@ def wait_for_end(connection: socket.socket) -> bytes:
 
 
 # Requests that take long ---------------------------------------------------------------------------------------------
-
-
-def test_requests_are_answered_while_a_pattern_is_searched(served):
-    body = json.dumps({"items": [{"responses": [SLOW], "data_source": "regex"}]}).encode()
-    with served.connect() as slow:
-        slow.sendall(HEADER.replace(b"1000", str(len(body)).encode()) + body)
-        served.wait_until(lambda: served.metric("plaudit_in_flight") == 1)
-        assert served.request("/health").status == 200
-        assert scores(served) == [1.0, 0.0]
-        assert served.metric("plaudit_in_flight") == 1  # still
-    served.wait_until(lambda: served.metric("plaudit_in_flight") == 0)
 
 
 def test_requests_are_answered_while_a_large_one_is_scored(served):
@@ -138,19 +126,6 @@ def test_requests_with_too_many_values_are_rejected(served, items, status, messa
     assert answer.status == status, answer.body[:500]
     assert message in answer.json["message"]
     assert scores(served) == [1.0, 0.0]
-
-
-def test_responses_in_flight_are_limited_together(tmp_path):
-    slow_pattern = {"kind": "regex", "pattern": "(a|aa)+$", "limits": {"timeout_s": 250}}
-    with run_server(tmp_path, [slow_pattern], "--max-responses", 10) as server, ExitStack() as stack:
-        body = json.dumps({"items": [{"responses": [SLOW] * 10}]}).encode()
-        for count in (1, 2):
-            connection = stack.enter_context(server.connect())
-            connection.sendall(HEADER.replace(b"1000", str(len(body)).encode()) + body)
-            server.wait_until(lambda count=count: server.metric("plaudit_in_flight") == count)
-        refused = server.request("/score", {"items": [ANSWER]})
-        assert (refused.status, refused.json["cause"], refused.headers["retry-after"]) == (429, "busy", "1")
-        assert "20 responses are in flight" in refused.json["message"]
 
 
 # Connections ---------------------------------------------------------------------------------------------------------
@@ -268,3 +243,37 @@ def test_unfinished_bodies_share_limited_memory(tmp_path: Path):
         ended = select.select(connections, [], [], 0)[0]
         assert {wait_for_end(connection)[:13] for connection in ended} == {b"HTTP/1.1 408 "}
         assert scores(server) == [1.0, 0.0]
+
+
+# Patterns that search for ever (last, since their server searches until it is stopped) ---------------------------------
+
+
+@pytest.fixture(scope="module")
+def searching(tmp_path_factory) -> Iterator[ServerProcess]:
+    slow_pattern = {"kind": "regex", "pattern": "(a|aa)+$", "when": {"data_source": "regex"}, "limits": {"timeout_s": 250}}
+    with run_server(tmp_path_factory.mktemp("searching"), [*RULES, slow_pattern], "--max-responses", 10) as running:
+        yield running
+        assert "Traceback" not in running.log.read_text()
+
+
+def test_requests_are_answered_while_a_pattern_is_searched(searching):
+    body = json.dumps({"items": [{"responses": [SLOW], "data_source": "regex"}]}).encode()
+    with searching.connect() as slow:
+        slow.sendall(HEADER.replace(b"1000", str(len(body)).encode()) + body)
+        searching.wait_until(lambda: searching.metric("plaudit_in_flight") == 1)
+        assert searching.request("/health").status == 200
+        assert scores(searching) == [1.0, 0.0]
+        assert searching.metric("plaudit_in_flight") == 1  # still
+    searching.wait_until(lambda: searching.metric("plaudit_in_flight") == 0)
+
+
+def test_responses_in_flight_are_limited_together(searching):
+    with ExitStack() as stack:
+        body = json.dumps({"items": [{"responses": [SLOW] * 10, "data_source": "regex"}]}).encode()
+        for count in (1, 2):
+            connection = stack.enter_context(searching.connect())
+            connection.sendall(HEADER.replace(b"1000", str(len(body)).encode()) + body)
+            searching.wait_until(lambda count=count: searching.metric("plaudit_in_flight") == count)
+        refused = searching.request("/score", {"items": [ANSWER]})
+        assert (refused.status, refused.json["cause"], refused.headers["retry-after"]) == (429, "busy", "1")
+        assert "20 responses are in flight" in refused.json["message"]

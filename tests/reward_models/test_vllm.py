@@ -1,14 +1,14 @@
 """Against a real vLLM on the CPU (its own environment: make .venv-vllm/installed).
 
 A judge trained on fixed answers and a reward model trained by `plaudit reward-model` give the same results behind a URL, and in a
-server that a recipe starts, as in this process. Servers that are started are gone afterwards, whichever process was killed.
+server that a recipe starts, as in this process. Servers that are started are gone afterwards (after `kill -9` of plaudit too: see
+tests/loops/test_rl_vllm.py).
 """
 
 import asyncio
 import json
 import os
 import re
-import signal
 import socket
 import sqlite3
 import subprocess
@@ -177,7 +177,8 @@ def is_healthy(url: str) -> bool:
         return False
 
 
-def wait_for(happened: Callable[[], object], what: str, within_s: float = 240.0) -> None:
+def wait_for(happened: Callable[[], object], what: str, within_s: float = 900.0) -> None:
+    """Starting takes vLLM a minute of a core, and some more the first time."""
     deadline = time.monotonic() + within_s
     while not happened():
         assert time.monotonic() < deadline, f"no {what} within {within_s:g} s"
@@ -411,10 +412,10 @@ def test_a_server_that_dies_is_restarted_and_finally_stopped(models, scoring):
     # What the OOM killer would kill: the child that holds the weights.
     [engine] = [process for process in before if "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline())]
     engine.kill()
-    wait_for(lambda: not is_healthy(f"http://127.0.0.1:{scoring.port}"), "end of the server", within_s=60)
+    wait_for(lambda: not is_healthy(f"http://127.0.0.1:{scoring.port}"), "end of the server")
     wait_for(lambda: is_healthy(f"http://127.0.0.1:{scoring.port}"), "second server")
     after = scoring.descendants()
-    assert scoring.process.wait(120) == 0, scoring.log.read_text()
+    assert scoring.process.wait(900) == 0, scoring.log.read_text()
     output = " ".join(scoring.log.read_text().split())
     assert "starting it again" in output
     assert KEY not in output
@@ -424,16 +425,6 @@ def test_a_server_that_dies_is_restarted_and_finally_stopped(models, scoring):
         assert line["failure"] == [None] * 4
         assert line["reward"] == [parts["judge"] for parts in models.expected[i % len(ROWS)]["parts"]]
     assert gone(*(process.pid for process in (*before, *after)))
-    assert port_is_free(scoring.port)
-
-
-def test_kill_9_leaves_no_server(scoring):
-    scoring.wait_until_scoring()
-    descendants = [process.pid for process in scoring.descendants()]
-    assert len(descendants) >= 3  # the guard, vLLM, its engine
-    os.kill(scoring.process.pid, signal.SIGKILL)
-    scoring.process.wait()
-    assert gone(*descendants, within_s=60.0)
     assert port_is_free(scoring.port)
 
 

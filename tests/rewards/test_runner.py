@@ -169,8 +169,8 @@ def test_a_function_that_misbehaves_fails_only_its_sample(misbehaving):
 
 def test_a_function_that_hangs_is_killed_and_fails_only_its_sample(misbehaving):
     groups = [group("4", "5", act, "4", "5", id=act) for act in HANGS]
-    for scored in collect(function(misbehaving, limits=FunctionLimits(timeout_s=3.0), workers=2), *groups):
-        check_only_the_bad_sample_fails(scored, "timeout", f"after 3 s.*{HANGS[scored.group.prompt.id]}")
+    for scored in collect(function(misbehaving, limits=FunctionLimits(timeout_s=2.0), workers=len(HANGS)), *groups):
+        check_only_the_bad_sample_fails(scored, "timeout", f"after 2 s.*{HANGS[scored.group.prompt.id]}")
 
 
 def test_the_timeout_covers_running_and_not_queueing(tmp_path):

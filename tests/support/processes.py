@@ -76,7 +76,7 @@ class Command:
     def output(self) -> str:
         return Path(self._log.name).read_text(encoding="utf-8", errors="replace")
 
-    def wait_for(self, condition: Callable[[], object], within_s: float = 200.0) -> None:
+    def wait_for(self, condition: Callable[[], object], within_s: float = 250.0) -> None:
         """Wait for a condition that stays true once it holds: one that passes may be missed."""
         deadline = time.monotonic() + within_s
         while True:
@@ -139,7 +139,7 @@ def _run(arguments: list[str], script: str, cwd: str, environment: dict[str, str
     exec(script, {"__name__": "__main__"})
 
 
-def gone(*pids: int | None, within_s: float = 20.0) -> bool:
+def gone(*pids: int | None, within_s: float = 100.0) -> bool:
     """Whether these processes end in time. A zombie has ended once its last thread has; until then its files and ports are open."""
 
     def runs(pid: int) -> bool:

@@ -464,7 +464,7 @@ TRUTHS = [
     b"4",
     object(),
 ]
-LONG = 400_000
+LONG = 200_000
 TEXTS = [
     "",
     " ",
