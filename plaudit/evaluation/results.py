@@ -99,7 +99,7 @@ def show_cell(cell: Cell, percent: bool) -> str:
 
 
 def _number(value: float, percent: bool) -> str:
-    return f"{100 * value:.1f}" if percent else f"{value:.3g}"
+    return f"{round(100 * value, 1) + 0.0:.1f}" if percent else f"{value:.3g}"  # + 0.0: not -0.0
 
 
 def markdown(evaluation: Evaluation) -> str:
