@@ -265,7 +265,7 @@ def policy(
 
     from plaudit.evaluation.scored import file_name, load_evaluated, name_paths
 
-    named = name_paths(models, lambda path: path.name, "MODEL")
+    named = name_paths(models, model_name, "MODEL")
     settings = {name: ModelSettings(path=str(path), chat_template=chat_template, dtype=dtype) for name, path in named.items()}
     for one in settings.values():
         require_sampled_model(one, "eval policy", served=server is not None)
@@ -306,6 +306,11 @@ def split_models(arguments: list[str]) -> tuple[list[str], list[str]]:
     if not models:
         raise PlauditError(f"eval policy needs a model and prompts: plaudit eval policy MODEL {prompts[0]} --rewards R.yaml")
     return models, prompts
+
+
+def model_name(path: Path) -> str:
+    """The name of its folder, or of the run whose model it is."""
+    return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
 def split_recipes(verb: str, arguments: list[str], recipes: list[str], usage: str = "FILE") -> tuple[list[str], list[str]]:

@@ -34,8 +34,11 @@ def policy_tables(
         cells = estimates(part, figure)
         return [show_cell(cell, percent=False) for cell in cells] if is_plain(figure) else list(cells)
 
-    def missing(reward: str) -> list[Cell]:
+    def missing(reward: str) -> list[int]:
         return [details[f"{name}/{reward}"]["without a value"] for name in models]
+
+    def is_malformed(reward: str) -> bool:
+        return any(one is not None and one.value > 0 for one in estimates(ALL, f"malformed/{reward}"))
 
     length = "tokens" if all(estimates(ALL, "tokens")) else "characters"
     known = [figure for k in ks for figure in (f"pass@{k}", f"majority@{k}") if any(estimates(ALL, figure))]
@@ -45,8 +48,8 @@ def policy_tables(
     rows += [
         (f"{length} per response", row(ALL, length)),
         ("truncated", row(ALL, "truncated")),
-        *((f"malformed, by {name}", row(ALL, f"malformed/{name}")) for name in (gold, *proxies)),
-        *((f"responses without {name}", missing(name)) for name in (gold, *proxies)),
+        *((f"malformed, by {x}", row(ALL, f"malformed/{x}")) for x in (gold, *proxies) if x == gold or is_malformed(x)),
+        *((f"responses without {x}", missing(x)) for x in (gold, *proxies) if x == gold or any(missing(x))),
     ]
     note = f"A response passes if {gold} gives it at least {threshold:g}. Means and lengths are not in per cent."
     tables = [Table("Policies", models, rows, note=note)]
