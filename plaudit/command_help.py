@@ -36,6 +36,10 @@ EXAMPLES = {
         "plaudit eval verifier recipes/eval/answers.jsonl --rewards recipes/eval/verifier_rule.yaml",
         "plaudit eval verifier answers.jsonl --rewards rule.yaml judge.yaml addon.yaml --threshold 0.75 --label correct",
     ),
+    "eval policy": (
+        "plaudit eval policy runs/smollm2/model data/arithmetic/val.parquet --rewards recipes/smollm2/grpo.yaml -n 16",
+        "plaudit eval policy before=models/smollm2 after=runs/smollm2/model prompts.jsonl --rewards rule.yaml judge.yaml",
+    ),
     "audit": ("plaudit audit recipes/audit/gsm8k.yaml answers.jsonl",),
     "serve": ("plaudit serve recipes/audit/gsm8k.yaml --port 8700",),
     "merge": ("plaudit merge runs/first/model --out models/merged",),

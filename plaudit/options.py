@@ -59,6 +59,17 @@ StopStrings = Annotated[
     ),
 ]
 SamplingSeed = Annotated[int, typer.Option(min=0, help="Sampling seed.")]
+ServerUrl = Annotated[
+    str | None,
+    typer.Option(
+        help="A server that has the model, such as http://127.0.0.1:8000; MODEL may then be a folder with its tokenizer alone."
+    ),
+]
+ServedName = Annotated[str | None, typer.Option(help="With --url: the model's name there, if the server has several.")]
+ServerCredential = Annotated[
+    str | None, typer.Option(help="With --url: the NAME of the environment variable that holds the server's key.")
+]
+ServerDialect = Annotated[Literal["vllm", "sglang"], typer.Option(help="With --url: the server's API.")]
 
 
 def _set_quiet(quiet: bool) -> bool:

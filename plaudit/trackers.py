@@ -4,6 +4,7 @@ Keys come from the environment, as each service documents (WANDB_API_KEY, MLFLOW
 """
 
 import os
+import re
 import textwrap
 import time
 import uuid
@@ -105,7 +106,9 @@ class Mlflow:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self.client.log_batch(self.run_id, [Metric(name, value, now, step) for name, value in metrics.items() if name != "step"])
+        # Other characters, as in pass@4, are refused.
+        named = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in metrics.items() if name != "step"}
+        self.client.log_batch(self.run_id, [Metric(name, value, now, step) for name, value in named.items()])
 
     def log_samples(self, step: int, samples: Sequence[ShownSample]) -> None:
         """A text file per validation, which a step that is repeated writes again; tables can only be appended to."""

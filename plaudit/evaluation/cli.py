@@ -7,7 +7,22 @@ import typer
 
 from plaudit.command_help import examples
 from plaudit.errors import PlauditError
-from plaudit.options import Quiet, Tokenizer
+from plaudit.options import (
+    ChatTemplateName,
+    Device,
+    Dtype,
+    MaxNewTokens,
+    MaxPromptTokens,
+    Quiet,
+    ServedName,
+    ServerCredential,
+    ServerDialect,
+    ServerUrl,
+    StopStrings,
+    Temperature,
+    Tokenizer,
+    TopP,
+)
 
 if TYPE_CHECKING:
     from plaudit.evaluation.results import Evaluation
@@ -189,15 +204,121 @@ def verifier(
     _finish(evaluation, folder, [picture], markdown, allow_failures)
 
 
+@evaluate.command(epilog=examples("eval policy"))
+def policy(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL… PROMPTS…",
+            help="Models: folders or names on the hub, as MODEL or NAME=MODEL. Prompts: files (.jsonl, .parquet, .json); if no "
+            "argument is one, the last is a data set on the hub.",
+            show_default=False,
+        ),
+    ],
+    recipes: RewardRecipes,
+    out: Out = None,
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Responses per prompt.")] = 16,
+    k: Annotated[str | None, typer.Option("--k", help="Of pass@k and the like: 1,4,16. Default: 1, 2, 4, …, n.")] = None,
+    gold: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the reward that counts; the others choose among responses. Default: the first.", show_default=False
+        ),
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="A response passes if the gold reward is at least this.")] = 0.5,
+    max_new_tokens: MaxNewTokens = 1024,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    stop: StopStrings = None,
+    max_prompt_tokens: MaxPromptTokens = 4096,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Use the first n prompts only.")] = None,
+    chat_template: ChatTemplateName = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    url: ServerUrl = None,
+    served_name: ServedName = None,
+    credential: ServerCredential = None,
+    dialect: ServerDialect = "vllm",
+    markdown: Markdown = False,
+    allow_failures: AllowFailures = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling, and of the resamples behind intervals.")] = 0,
+    resamples: Resamples = 2000,
+    confidence: Confidence = 0.95,
+    quiet: Quiet = False,
+) -> None:
+    """How good are a model's responses? Mean reward, pass@k, majority vote, and best-of-n by one reward measured by another.
+
+    Responses are sampled as by `plaudit sample`, kept in OUT/samples, and reused. Several models are compared on the same prompts.
+    Run the same command again to resume.
+    """
+    from plaudit.data.conversations import resolve_sources
+    from plaudit.loops.cli import build_job, read_server, require_sampled_model
+    from plaudit.recipe import ModelSettings
+
+    names, recipes = split_recipes("policy", arguments, recipes, "MODEL PROMPTS")
+    models, prompts = split_models(names)
+    if temperature == 0 and n > 1:
+        raise typer.BadParameter("greedy responses are all the same: choose a temperature, or -n 1.", param_hint="--temperature")
+    server = read_server("eval policy", url, served_name, credential, dialect)
+    if server is not None and len(models) > 1:
+        raise typer.BadParameter("a server has one model: evaluate one at a time.", param_hint="--url")
+
+    from plaudit.evaluation.scored import file_name, load_evaluated, name_paths
+
+    named = name_paths(models, model_name, "MODEL")
+    settings = {name: ModelSettings(path=str(path), chat_template=chat_template, dtype=dtype) for name, path in named.items()}
+    for one in settings.values():
+        require_sampled_model(one, "eval policy", served=server is not None)
+    sources = resolve_sources(prompts, None, "PROMPTS")
+    rewards = load_evaluated(recipes)
+
+    from plaudit.evaluation.pictures import draw_policy
+    from plaudit.evaluation.policy import EvaluatedModel, PolicyJob, choose_gold, choose_ks, evaluate_policy
+    from plaudit.rollout.engine import Sampling
+
+    ks, gold = choose_ks(k, n), choose_gold(rewards, gold)
+    folder = _folder(out, prompts)
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed=seed)
+    sampled = [
+        EvaluatedModel(
+            name,
+            build_job(
+                one, sources, folder / "samples" / f"{file_name(name)}.jsonl", n, sampling, stop,
+                max_prompt_tokens=max_prompt_tokens, too_long="filter", max_prompts=max_prompts, device=device, server=server,
+            ),
+        )
+        for name, one in settings.items()
+    ]  # fmt: skip
+    job = PolicyJob(sampled, rewards, sources, folder, _resampling(seed, resamples, confidence), gold, ks, threshold)
+    evaluation = evaluate_policy(job)
+    picture = folder / "eval.png"
+    draw_policy(evaluation.figures, evaluation.curves["best of n"], gold, ks, picture)
+    _finish(evaluation, folder, [picture], markdown, allow_failures)
+
+
 # What the verbs share ------------------------------------------------------------------------------------------------
 
 
-def split_recipes(verb: str, arguments: list[str], recipes: list[str]) -> tuple[list[str], list[str]]:
+def split_models(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Models and prompts: files with the suffix of data are prompts; without one, the last argument is."""
+    prompts = [one for one in arguments if one.endswith((".jsonl", ".parquet", ".json")) and "=" not in one] or arguments[-1:]
+    models = [one for one in arguments if one not in prompts]
+    if not models:
+        raise PlauditError(f"eval policy needs a model and prompts: plaudit eval policy MODEL {prompts[0]} --rewards R.yaml")
+    return models, prompts
+
+
+def model_name(path: Path) -> str:
+    """The name of its folder, or of the run whose model it is."""
+    return path.parent.name if path.name == "model" and path.parent.name else path.name
+
+
+def split_recipes(verb: str, arguments: list[str], recipes: list[str], usage: str = "FILE") -> tuple[list[str], list[str]]:
     """`--rewards R1.yaml R2.yaml`: recipes among the arguments belong to --rewards."""
     more = [one for one in arguments if one.endswith((".yaml", ".yml"))]
     names = [one for one in arguments if one not in more]
     if not names:
-        raise PlauditError(f"eval needs data: plaudit eval {verb} FILE --rewards R.yaml")
+        raise PlauditError(f"eval needs data: plaudit eval {verb} {usage} --rewards R.yaml")
     return names, [*recipes, *more]
 
 

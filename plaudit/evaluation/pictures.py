@@ -57,6 +57,71 @@ def draw_verifier(figures: Mapping[str, Mapping[str, Estimate]], path: Path) -> 
     _save(figure, path)
 
 
+def draw_policy(figures: Mapping[str, Figures], curves: Mapping[str, Any], gold: str, ks: Sequence[int], path: Path) -> None:
+    """pass@k and majority vote against k; and for each reward that chooses, what it and gold give the best of n."""
+    from matplotlib.figure import Figure
+
+    proxies = [reward for reward in next(iter(curves.values()), {}) if reward != gold]
+    panels = 1 + len(proxies)
+    columns = min(3, panels)
+    figure = Figure(figsize=(5.2 * columns, 4.2 * -(-panels // columns)), layout="constrained")
+    axes = figure.subplots(-(-panels // columns), columns, squeeze=False).ravel()
+    _draw_passes(axes[0], figures, ks)
+    for panel, proxy in zip(axes[1:], proxies, strict=False):
+        _draw_best_of(panel, {name: own[proxy] for name, own in curves.items()}, proxy, gold)
+    for unused in axes[panels:]:
+        unused.remove()
+    _draw_legend(figure, axes[0])
+    _save(figure, path)
+
+
+def _draw_passes(axes: Any, figures: Mapping[str, Figures], ks: Sequence[int]) -> None:
+    for i, (name, own) in enumerate(figures.items()):
+        for figure, line, label in (("pass", "-", name), ("majority", "--", f"{name}, majority of k")):
+            points = [(k, own["all"][f"{figure}@{k}"]) for k in ks if f"{figure}@{k}" in own.get("all", {})]
+            _draw_curve(axes, points, i, line, _plain(label), 100)
+    _label_ks(axes, ks)
+    axes.set_xlabel("k responses", fontsize=8)
+    axes.set_ylabel("pass@k, per cent, with intervals (dashed: majority vote)", fontsize=8)
+
+
+def _draw_best_of(axes: Any, curves: Mapping[str, Sequence[Mapping[str, Any]]], proxy: str, gold: str) -> None:
+    """Over-optimisation: gold on the left, the reward that chooses on the right; they have scales of their own."""
+    right = axes.twinx()
+    for i, points in enumerate(curves.values()):
+        for own, which, line in ((axes, "gold", "-"), (right, "proxy", ":")):
+            _draw_curve(own, [(point["n"], point[which]) for point in points if point[which] is not None], i, line, "", 1)
+    ks = [point["n"] for point in next(iter(curves.values()))]
+    _label_ks(axes, ks)
+    top = axes.secondary_xaxis("top")
+    top.set_xticks(ks, [f"{point['root_kl']:.2f}" for point in next(iter(curves.values()))], fontsize=7)
+    top.set_xticks([], minor=True)
+    top.set_xlabel("√KL(best of n ‖ policy)", fontsize=8)
+    axes.set_xlabel(_plain(f"best of n by {proxy}"), fontsize=8)
+    axes.set_ylabel(_plain(f"{gold} (solid)"), fontsize=8)
+    right.set_ylabel(_plain(f"{proxy} (dotted)"), fontsize=8)
+    right.tick_params(labelsize=8)
+
+
+def _draw_curve(axes: Any, points: Sequence[tuple[int, Estimate]], i: int, line: str, label: str, unit: float) -> None:
+    if not points:
+        return
+    x, estimates = [k for k, _ in points], [estimate for _, estimate in points]
+    colour = COLOURS[i % 8]
+    style = {"marker": MARKERS[i % 8], "color": colour, "linestyle": line, "markersize": 4, "linewidth": 1.2}
+    axes.plot(x, [unit * one.value for one in estimates], label=label or "_", **style)
+    low, high = [unit * one.low for one in estimates], [unit * one.high for one in estimates]
+    axes.fill_between(x, low, high, color=colour, alpha=0.1, linewidth=0)
+
+
+def _label_ks(axes: Any, ks: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ks, [str(k) for k in ks], fontsize=8)
+    axes.set_xticks([], minor=True)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3)
+
+
 def _side_by_side(figures: Mapping[str, Figures], *, right_height: float | None = None) -> tuple[Any, Any]:
     """Two axes, high enough for all parts; the right one with a height of its own, in inches, if given."""
     from matplotlib.figure import Figure

@@ -99,7 +99,8 @@ def show_cell(cell: Cell, percent: bool) -> str:
 
 
 def _number(value: float, percent: bool) -> str:
-    return f"{100 * value:.1f}" if percent else f"{value:.3g}"
+    value = round(value, 12) + 0.0  # neither -0.0 nor -1e-17
+    return f"{round(100 * value, 1) + 0.0:.1f}" if percent else f"{value:.3g}"
 
 
 def markdown(evaluation: Evaluation) -> str:

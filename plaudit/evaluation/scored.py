@@ -43,24 +43,34 @@ class EvaluatedReward:
 
 def load_evaluated(recipes: Sequence[str]) -> list[EvaluatedReward]:
     """The rewards of recipes, each named by its file, or as in NAME=R.yaml."""
-    given = [_named(recipe) for recipe in recipes]
-    stems = [name or path.stem for name, path in given]
-    names = [name or (path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}/{path.stem}") for name, path in given]
-    files = [_file_name(name) for name in names]
+    named = name_paths(recipes, lambda path: path.stem, "--rewards")
+    return [EvaluatedReward(name, path, load_rewards(path)) for name, path in named.items()]
+
+
+def name_paths(given: Sequence[str], short: Callable[[Path], str], option: str) -> dict[str, Path]:
+    """What is evaluated side by side, each with a name of its own: that of NAME=PATH, else a short one."""
+    split = [_split_name(one) for one in given]
+    shorts = [name or short(path) for name, path in split]
+    names = [
+        name or (brief if shorts.count(brief) == 1 else f"{path.parent.name}/{brief}")
+        for (name, path), brief in zip(split, shorts, strict=True)
+    ]
+    files = [file_name(name) for name in names]
     twice = next((name for name, file in zip(names, files, strict=True) if files.count(file) > 1), None)
     if twice is not None:
-        raise PlauditError(f"--rewards: two of them are called {twice!r}; name them: --rewards first={given[0][1]} …")
-    return [EvaluatedReward(name, path, load_rewards(path)) for name, (_, path) in zip(names, given, strict=True)]
+        before = f"{option} " if option.startswith("--") else ""
+        raise PlauditError(f"{option}: two of them are called {twice!r}; name them: {before}first={split[0][1]} …")
+    return {name: path for name, (_, path) in zip(names, split, strict=True)}
 
 
-def _file_name(name: str) -> str:
-    """Of a reward's scores."""
-    return f"{name.replace('/', '-')}.jsonl"
+def file_name(name: str) -> str:
+    """Of what belongs to a reward or a model."""
+    return name.replace("/", "-")
 
 
-def _named(recipe: str) -> tuple[str | None, Path]:
-    name, equals, path = recipe.partition("=")
-    return (name, Path(path)) if equals and not Path(recipe).exists() else (None, Path(recipe))
+def _split_name(given: str) -> tuple[str | None, Path]:
+    name, equals, path = given.partition("=")
+    return (name, Path(path)) if equals and not Path(given).exists() else (None, Path(given))
 
 
 def change_rewards(reward: RewardSettings, changes: Callable[[RewardSettings], dict[str, Any]]) -> RewardSettings:
@@ -108,6 +118,9 @@ class RewardScores:
     """Why a response has no value."""
     parts: list[list[Mapping[str, float]]] = field(default_factory=list)
     """What each reward, and each of its parts, gave a response."""
+    is_malformed: list[list[bool]] = field(default_factory=list)
+    views: list[list[Mapping[str, str | None]]] = field(default_factory=list)
+    """What each reward saw of a response."""
 
     def report(self) -> dict[str, Any]:
         return {
@@ -129,28 +142,32 @@ def score_rows(
     tokenizer: str | None = None,
     given_order: bool = True,
     final_causes: frozenset[str] = frozenset(),
+    label: str = "",
 ) -> RewardScores:
     """Score what the reward's file lacks, and again what failed.
 
     `given_order`: judges that compare show responses in the order of the row, once, and not as in training. `final_causes`:
-    failures that are results, which are not scored again.
+    failures that are results, which are not scored again. `label`: of the progress bar, if not the reward's name.
     """
-    out = folder / _file_name(reward.name)
+    out = folder / f"{file_name(reward.name)}.jsonl"
     settings = [without_substitutes(one) for one in reward.rewards]
     if given_order:
         settings = [in_given_order(one) for one in settings]
     to_score = RowsToScore(lambda: iter(rows), len(rows), identity)
     job = ScoreJob(
-        settings, to_score, out, tokenizer, details=True, final_causes=final_causes, verb="eval", label=reward.name
+        settings, to_score, out, tokenizer, details=True, final_causes=final_causes, verb="eval", label=label or reward.name
     )  # fmt: skip
     resumed = out.exists()
     summary = score(job)
     with out.open(encoding="utf-8", newline="\n") as file:
-        results = [results_of(json.loads(line)) for line in file]
+        scored = [json.loads(line) for line in file]
+    results = [results_of(row) for row in scored]
     return RewardScores(
         values=[[result["reward"] for result in row] for row in results],
         causes=[[None if result["reward"] is not None else result["failure"]["cause"] for result in row] for row in results],
         parts=[[result["parts"] for result in row] for row in results],
+        is_malformed=[[result["malformed"] for result in row] for row in results],
+        views=[[_views(one) for one in _listed(row["by_reward"])] for row in scored],
         failed=summary.rows_without_value,
         malformed=summary.malformed,
         failures=summary.failures,
@@ -158,6 +175,14 @@ def score_rows(
         usage=_add_usage(out, summary.models, resumed),
         per_s=summary.per_s,
     )
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _views(by_reward: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:
+    return {name: one["view"] for name, one in by_reward.items()}
 
 
 def _add_usage(out: Path, now: Mapping[str, UsageTotals], resumed: bool) -> dict[str, UsageTotals]:

@@ -1,7 +1,9 @@
 """`plaudit sample`: the verb."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +19,10 @@ from plaudit.options import (
     ModelTokenizer,
     Quiet,
     SamplingSeed,
+    ServedName,
+    ServerCredential,
+    ServerDialect,
+    ServerUrl,
     SpecialTokens,
     StopStrings,
     Temperature,
@@ -25,6 +31,11 @@ from plaudit.options import (
 from plaudit.recipe import ModelSettings
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.response_files import LONGCOT, read_longcot_config, response_file, stop_strings
+
+if TYPE_CHECKING:
+    from plaudit.data.conversations import Source
+    from plaudit.loops.sample import SampleJob
+    from plaudit.rollout.engine import Sampling
 
 
 def sample(
@@ -54,17 +65,10 @@ def sample(
     max_sequences: Annotated[
         int | None, typer.Option(min=1, help="Sequences sampled concurrently. Default: 256 on a CPU, 1024 on a GPU or a server.")
     ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            help="A server that has the model, such as http://127.0.0.1:8000; MODEL may then be a folder with its tokenizer alone."
-        ),
-    ] = None,
-    served_name: Annotated[str | None, typer.Option(help="With --url: the model's name there, if the server has several.")] = None,
-    credential: Annotated[
-        str | None, typer.Option(help="With --url: the NAME of the environment variable that holds the server's key.")
-    ] = None,
-    dialect: Annotated[Literal["vllm", "sglang"], typer.Option(help="With --url: the server's API.")] = "vllm",
+    url: ServerUrl = None,
+    served_name: ServedName = None,
+    credential: ServerCredential = None,
+    dialect: ServerDialect = "vllm",
     tokenizer: ModelTokenizer = None,
     chat_template: ChatTemplateName = None,
     dtype: Dtype = "auto",
@@ -80,33 +84,53 @@ def sample(
 
     if out.suffix != ".jsonl":
         raise typer.BadParameter(f"{out} should end with .jsonl: it has a line of JSON per prompt.", param_hint="--out")
-    server = _server(url, served_name, credential, dialect)
+    server = read_server("sample", url, served_name, credential, dialect)
     if server is not None and (top_k is not None or min_p):
         raise typer.BadParameter("a server samples without them: leave them out.", param_hint="--top-k, --min-p")
     settings = ModelSettings(path=model, tokenizer=tokenizer, chat_template=chat_template, dtype=dtype)
     sources = resolve_sources(prompts, None, "PROMPTS")
-    require_model(settings, "", served=server is not None)
-    require_causal_model(settings.path, "MODEL", "`plaudit sample` needs a model that generates text")
-    file = response_file(settings.path, LONGCOT)
-    longcot = read_longcot_config(file) if file.is_file() else None
+    require_sampled_model(settings, "sample", served=server is not None)
 
-    from plaudit.loops.sample import SampleJob
     from plaudit.loops.sample import sample as run_sample
     from plaudit.rollout.engine import Sampling
 
-    ends = stop_strings(settings.path, tuple(stop) if stop else None)
-    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, ends, seed)
-    job = SampleJob(
-        settings, sources, out, n, sampling, max_prompt_tokens, too_long, max_prompts, max_sequences, device, special_tokens,
-        longcot=longcot, prefill=(longcot and longcot.marker) or "" if prefill is None else prefill, server=server,
+    job = build_job(
+        settings, sources, out, n, Sampling(max_new_tokens, temperature, top_p, top_k, min_p, seed=seed), stop, prefill,
+        max_prompt_tokens=max_prompt_tokens, too_long=too_long, max_prompts=max_prompts, max_sequences=max_sequences,
+        device=device, special_tokens=special_tokens, server=server,
     )  # fmt: skip
-    print(f"{out}: {run_sample(job):,} prompts with {n} responses each")
+    print(f"{out}: {len(run_sample(job)):,} prompts with {n} responses each")
 
 
-def _server(url: str | None, name: str | None, credential: str | None, dialect: str) -> RewardModel | None:
+def require_sampled_model(settings: ModelSettings, verb: str, *, served: bool) -> None:
+    require_model(settings, "", served=served)
+    require_causal_model(settings.path, "MODEL", f"`plaudit {verb}` needs a model that generates text")
+
+
+def build_job(
+    settings: ModelSettings,
+    sources: "Sequence[Source]",
+    out: Path,
+    n: int,
+    sampling: "Sampling",
+    stop: Sequence[str] | None,
+    prefill: str | None = None,
+    **options: Any,
+) -> "SampleJob":
+    """Without `stop` and `prefill`, the files in the model's folder say where responses end and begin."""
+    from plaudit.loops.sample import SampleJob
+
+    file = response_file(settings.path, LONGCOT)
+    longcot = read_longcot_config(file) if file.is_file() else None
+    sampling = replace(sampling, stop=stop_strings(settings.path, tuple(stop) if stop else None))
+    prefill = (longcot and longcot.marker) or "" if prefill is None else prefill
+    return SampleJob(settings, sources, out, n, sampling, longcot=longcot, prefill=prefill, **options)
+
+
+def read_server(verb: str, url: str | None, name: str | None, credential: str | None, dialect: str) -> RewardModel | None:
     if url is None:
         if name is not None or credential is not None:
             raise typer.BadParameter("it belongs to --url.", param_hint="--served-name, --credential")
         return None
     given = {"placement": "server", "url": url, "path": name, "credential": credential, "dialect": dialect}
-    return check_section(RewardModel, given, "plaudit sample")
+    return check_section(RewardModel, given, f"plaudit {verb}")

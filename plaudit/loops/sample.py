@@ -60,8 +60,8 @@ class SampleJob:
     """Where the model is, if not in this process."""
 
 
-def sample(job: SampleJob) -> int:
-    """Sample the prompts that the output lacks; return its final number of prompts."""
+def sample(job: SampleJob) -> list[str]:
+    """Sample the prompts that the output lacks; return the ids of all that have responses now, in the order of the prompts."""
     template = load_model_template(job.model, job.special_tokens)
     loaded = load_prompts(
         job.sources,
@@ -78,7 +78,7 @@ def sample(job: SampleJob) -> int:
     print_line(loaded.summary(job.too_long, job.max_prompt_tokens))
     with open_resumable(job.out, _inputs(job, text_digest(template.text)), "sample") as file:
         done = set(file.done)
-        left, left_out = [encoded for encoded in prompts if encoded.prompt.id not in done], 0
+        left, left_out = [encoded for encoded in prompts if encoded.prompt.id not in done], set[str]()
         if done:
             rest = "; resuming with the rest" if left else ""
             print_line(f"{job.out}: has {len(prompts) - len(left):,} of {len(prompts):,} prompts{rest}")
@@ -86,7 +86,7 @@ def sample(job: SampleJob) -> int:
             left_out = _sample_served(job, job.server, left, len(prompts), file)
         elif left:
             _sample(job, left, template, len(prompts), file)
-    return len(prompts) - left_out
+    return [encoded.prompt.id for encoded in prompts if encoded.prompt.id not in left_out]
 
 
 def sample_table(model: ModelSettings, sources: Sequence[Source], settings: SampleSettings) -> pa.Table:
@@ -121,12 +121,12 @@ def _sample(job: SampleJob, left: list[EncodedPrompt], template: ChatTemplate, t
         file.sync()
 
 
-def _sample_served(job: SampleJob, server: RewardModel, left: list[EncodedPrompt], total: int, file: ResumableJsonl) -> int:
-    """How many prompts are left out."""
+def _sample_served(job: SampleJob, server: RewardModel, left: list[EncodedPrompt], total: int, file: ResumableJsonl) -> set[str]:
+    """The ids of prompts that are left out."""
     from plaudit.loops.served_sampling import sample_from_server
 
     began, tokens, done = time.perf_counter(), 0, total - len(left)
-    left_out: list[Failure] = []
+    left_out: dict[str, Failure] = {}
     limits = ModelLimits(max_concurrent_calls=job.max_sequences or MAX_SEQUENCES["cuda"])
     with StepProgress("sample", total, done) as progress:
 
@@ -136,9 +136,10 @@ def _sample_served(job: SampleJob, server: RewardModel, left: list[EncodedPrompt
             tokens, done = tokens + sum(sample.num_tokens or 0 for sample in group.samples), done + 1
             progress.update(done, {"time/tokens_per_s": tokens / (time.perf_counter() - began)})
 
-        report = sample_from_server(
-            server, limits, left, job.n, job.sampling, keep, lambda _, failure: left_out.append(failure), answered=done > 0
-        )
+        def leave_out(encoded: EncodedPrompt, failure: Failure) -> None:
+            left_out[encoded.prompt.id] = failure
+
+        report = sample_from_server(server, limits, left, job.n, job.sampling, keep, leave_out, answered=done > 0)
     file.sync()
     print_line(describe_usage(report.totals))
     if report.failures:
@@ -146,10 +147,10 @@ def _sample_served(job: SampleJob, server: RewardModel, left: list[EncodedPrompt
             f"{total - done - len(left_out):,} of {total:,} prompts have no responses: {report.causes}. Fix the cause, then run "
             f"the same command to resume; {job.out} keeps the others."
         )
-    for cause, count in Counter(failure.cause for failure in left_out).items():
-        first = next(failure.message for failure in left_out if failure.cause == cause)
+    for cause, count in Counter(failure.cause for failure in left_out.values()).items():
+        first = next(failure.message for failure in left_out.values() if failure.cause == cause)
         print_line(f"{count:,} of {total:,} prompts left out, which the server rejects: {first}", "yellow")
-    return len(left_out)
+    return set(left_out)
 
 
 def _served_model(server: RewardModel) -> dict[str, Any]:

@@ -178,6 +178,11 @@ class RewardSettings(Section):
         assert self._matched_above is not None, "when: otherwise has a meaning only in a recipe's list of rewards"
         return not any(_matches(fields, prompt) for fields in self._matched_above)
 
+    @property
+    def reads_answers(self) -> bool:
+        """Whether it reads an answer from a response, so that equal ones can be counted (majority votes)."""
+        return self.view.extract != "none"
+
     def of_policy(self, model: str) -> Self:
         """This reward for the responses of a policy: `view.longcot_config: model` refers to it."""
         inside = {name: getattr(self, name) for name in type(self).model_fields}

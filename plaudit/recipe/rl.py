@@ -384,6 +384,11 @@ class RLRecipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _require_rewards_for_metrics(self) -> "RLRecipe":
+        self.validation.require_rewards({reward.label: reward.reads_answers for reward in self.rewards})
+        return self
+
+    @model_validator(mode="after")
     def _require_groups_to_compare(self) -> "RLRecipe":
         if self.rollout.n < 2 and self.algorithm.compares_groups:
             raise ValueError(f"rollout.n is 1, but {self.algorithm.kind} compares the samples of a group: set it to 2 or more")

@@ -1,6 +1,7 @@
 """How prompts are continued: the engine, and how tokens are drawn, in training and in validation."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,10 +16,12 @@ from pydantic import (
     model_validator,
 )
 
+from plaudit.errors import did_you_mean
 from plaudit.recipe.section import BelowOne, Credential, Section, ServerArguments, Urls, strings_or_null
 
 SERVED_ENGINES = ("vllm", "sglang")
 ENGINES = ("native", *SERVED_ENGINES)
+METRIC_OF_K = re.compile(r"(?:pass|majority|best_of)@[1-9][0-9]{0,4}")
 
 
 class EngineServerSettings(Section):
@@ -151,7 +154,54 @@ class ValidationSettings(Section):
     """As rollout.min_p."""
     max_prompts: PositiveInt | None = None
     """Validate on the first n prompts only; default: all."""
+    metrics: tuple[str, ...] = ()
+    """What k of a prompt's n samples are worth: [pass@4, majority@4, best_of@4], logged as val/pass@4, also by data source."""
+    gold: str | None = None
+    """With metrics: the reward, by its name, that says what a sample is worth; default: all of them combined. best_of@k is the
+    value by this one of the sample that the combined reward prefers."""
+    threshold: float = 0.5
+    """With metrics: a sample passes if its value is at least this."""
 
     def ineffective_settings(self) -> dict[str, str]:
         reason = "sampling is greedy at temperature 0; set a temperature"
-        return dict.fromkeys(("top_p", "top_k", "min_p"), reason) if self.temperature == 0 else {}
+        ineffective: dict[str, str] = {}
+        if self.temperature == 0:
+            ineffective |= dict.fromkeys(("top_p", "top_k", "min_p"), reason)
+        if not self.metrics:
+            ineffective |= dict.fromkeys(("gold", "threshold"), "validation.metrics is empty")
+        return ineffective
+
+    @field_validator("metrics")
+    @classmethod
+    def _require_known_metrics(cls, metrics: tuple[str, ...]) -> tuple[str, ...]:
+        for name in metrics:
+            if not METRIC_OF_K.fullmatch(name):
+                raise ValueError(f"{name!r} is not one of pass@k, majority@k and best_of@k, with a number for k, such as pass@4")
+        return metrics
+
+    @model_validator(mode="after")
+    def _require_samples_for_metrics(self) -> "ValidationSettings":
+        for name, (_, k) in zip(self.metrics, self.metrics_of_k, strict=True):
+            if k > self.n:
+                raise ValueError(f"metrics: {name} needs {k} samples per prompt, and validation.n is {self.n}: raise it")
+            if k > 1 and self.temperature == 0:
+                raise ValueError(f"metrics: {name} of greedy samples, which are all the same: set validation.temperature")
+        return self
+
+    def require_rewards(self, reads_answers: Mapping[str, bool]) -> None:
+        """What metrics need. `reads_answers`: the rewards by name, and whether each reads answers."""
+        if self.gold is not None and self.gold not in reads_answers:
+            near = did_you_mean(self.gold, reads_answers)
+            raise ValueError(f"validation.gold: no reward is called {self.gold!r} (found: {', '.join(reads_answers)}).{near}")
+        votes = next((name for name in self.metrics if name.startswith("majority")), None)
+        if votes is not None and not any(reads for name, reads in reads_answers.items() if self.gold in (None, name)):
+            by = "no reward" if self.gold is None else self.gold
+            raise ValueError(
+                f"validation.metrics: {votes} counts equal answers, and {by} reads none. math, gsm8k and exact do, and any reward "
+                "with view.extract"
+            )
+
+    @property
+    def metrics_of_k(self) -> list[tuple[str, int]]:
+        """('pass', 4) for pass@4."""
+        return [(name.partition("@")[0], int(name.partition("@")[2])) for name in self.metrics]

@@ -1,9 +1,15 @@
 """A step's scores as metrics. A metric without data (no sample has a value, no group has two samples) is left out, not zero."""
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
+from plaudit.recipe import RLRecipe
+from plaudit.rewards.reward import read_answer
+from plaudit.statistics.prompt_samples import PromptSamples
 from plaudit.types import Score, ScoredGroup
 
 MAX_SOURCES = 50
@@ -12,7 +18,7 @@ MAX_SOURCES = 50
 
 def metrics(scored: Sequence[ScoredGroup]) -> dict[str, float]:
     """Means over samples, and counts. A dropped sample (no value) is in the counts, but in no statistic of the reward."""
-    scores = [score for group in scored for score in group.scores]
+    scores = _scores(scored)
     if not scores:
         return {}
     values = [score.value for score in scores if score.value is not None]
@@ -34,23 +40,65 @@ def metrics(scored: Sequence[ScoredGroup]) -> dict[str, float]:
 def metrics_by_source(scored: Sequence[ScoredGroup]) -> dict[str, float]:
     """`SOURCE/reward` and `SOURCE/parts/…` for the rows of each data source; of more than MAX_SOURCES, the most frequent ones."""
     result = {f"{source}/reward": reward for source, reward in rewards_by_source(scored).items()}
-    for source, scores in _sources(scored):
-        result |= {f"{source}/{name}": mean for name, mean in _parts(scores).items()}
+    for source, groups in _sources(scored):
+        result |= {f"{source}/{name}": mean for name, mean in _parts(_scores(groups)).items()}
     return dict(sorted(result.items()))
 
 
 def rewards_by_source(scored: Sequence[ScoredGroup]) -> dict[str, float]:
     """The mean reward of each data source, the most frequent one first."""
-    values = {source: [score.value for score in scores if score.value is not None] for source, scores in _sources(scored)}
+    values = {source: [score.value for score in _scores(groups) if score.value is not None] for source, groups in _sources(scored)}
     return {source: statistics.fmean(found) for source, found in values.items() if found}
 
 
-def _sources(scored: Sequence[ScoredGroup]) -> list[tuple[str, list[Score]]]:
-    sources: dict[str, list[Score]] = {}
+def metrics_of_k(scored: Sequence[ScoredGroup], recipe: RLRecipe) -> dict[str, float]:
+    """validation.metrics: means over prompts, and `SOURCE/pass@4` over those of each data source. A prompt with fewer than k values
+    is left out."""
+    settings = recipe.validation
+    if not settings.metrics:
+        return {}
+    result: dict[str, float] = {}
+    for prefix, groups in [("", scored), *((f"{source}/", groups) for source, groups in _sources(scored))]:
+        samples = [_samples(group, recipe) for group in groups]
+        for name, (kind, k) in zip(settings.metrics, settings.metrics_of_k, strict=True):
+            known = [value for one, reward in samples if not math.isnan(value := _value(kind, k, one, reward))]
+            result |= {f"{prefix}{name}": statistics.fmean(known)} if known else {}
+    return result
+
+
+def _samples(group: ScoredGroup, recipe: RLRecipe) -> tuple[PromptSamples, np.ndarray]:
+    """A prompt's samples by what counts, and their combined rewards."""
+    gold = recipe.validation.gold
+    counted = group.scores if gold is None else group.by_reward[gold]
+    rewards = [reward for reward in recipe.rewards if gold in (None, reward.label)]
+    answers = [
+        read_answer(rewards, {name: scores[i].view for name, scores in group.by_reward.items() if scores[i].applies})
+        for i in range(len(group.scores))
+    ]
+    values, combined = (np.array([score.value for score in scores], dtype=np.float64) for scores in (counted, group.scores))
+    return PromptSamples(values, answers, recipe.validation.threshold), combined
+
+
+def _value(kind: str, k: int, samples: PromptSamples, reward: np.ndarray) -> float:
+    match kind:
+        case "pass":
+            return samples.pass_at(k)
+        case "majority":
+            return samples.majority_at(k)
+    return samples.best_of(k, reward)
+
+
+def _sources(scored: Sequence[ScoredGroup]) -> list[tuple[str, list[ScoredGroup]]]:
+    """The groups of each data source, the most frequent one first."""
+    sources: dict[str, list[ScoredGroup]] = {}
     for group in scored:
         if group.group.prompt.data_source:
-            sources.setdefault(group.group.prompt.data_source, []).extend(group.scores)
-    return sorted(sources.items(), key=lambda item: -len(item[1]))[:MAX_SOURCES]
+            sources.setdefault(group.group.prompt.data_source, []).append(group)
+    return sorted(sources.items(), key=lambda item: -len(_scores(item[1])))[:MAX_SOURCES]
+
+
+def _scores(groups: Sequence[ScoredGroup]) -> list[Score]:
+    return [score for group in groups for score in group.scores]
 
 
 def _parts(scores: Sequence[Score]) -> dict[str, float]:

@@ -11,7 +11,7 @@ the recipe decides what happens to the sample.
 import secrets
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -49,6 +49,11 @@ class Reward(RewardSettings, ABC):
     def waits_for_all(self) -> bool:
         """Scored once all groups of a step are sampled, because its model is on the device only while it scores."""
         return False
+
+    def read_answer(self, text: str) -> Hashable | None:
+        """The answer in a response that it sees as `text`; None if there is none. Equal answers are one in a majority vote. Only
+        for rewards that read answers (`reads_answers`)."""
+        return text.strip() or None
 
     @abstractmethod
     def build(self) -> "LiveReward[Any]":
@@ -120,6 +125,14 @@ def build(settings: RewardSettings) -> LiveReward[Any]:
     """The live reward for an entry of a recipe's `rewards:`."""
     assert isinstance(settings, Reward), "reading a recipe turns entries into the class of their kind"
     return settings.build()
+
+
+def read_answer(rewards: Sequence[RewardSettings], views: Mapping[str, str | None]) -> Hashable | None:
+    """A sample's answer by the first reward that applies to it and reads answers. `views`: what each reward saw, by its name."""
+    for reward in rewards:
+        if isinstance(reward, Reward) and reward.reads_answers and (view := views.get(reward.label)) is not None:
+            return reward.read_answer(view)
+    return None
 
 
 # Rules ---------------------------------------------------------------------------------------------------------------

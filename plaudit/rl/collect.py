@@ -19,7 +19,7 @@ from plaudit.recipe import RLRecipe
 from plaudit.report.activity import Activity
 from plaudit.report.samples import length_metrics
 from plaudit.response_files import stop_strings
-from plaudit.rewards.metrics import has_signal, metrics_by_source
+from plaudit.rewards.metrics import has_signal, metrics_by_source, metrics_of_k
 from plaudit.rewards.metrics import metrics as reward_metrics
 from plaudit.rewards.runner import Rewarded, RewardRunner
 from plaudit.rl.shares import PromptShares
@@ -168,7 +168,7 @@ def validate(
         activity=activity, shares=shares, label="validation", training=False,
     )  # fmt: skip
     shares.observe(groups, training=False)
-    metrics = metrics_by_source(groups) | _metrics(groups, rewards, seconds, shares.world)
+    metrics = metrics_by_source(groups) | metrics_of_k(groups, recipe) | _metrics(groups, rewards, seconds, shares.world)
     metrics = {f"val/{name}": value for name, value in metrics.items() if not name.startswith(("time/", "rank/"))}
     metrics.setdefault("val/reward", float("nan"))  # every sample was dropped
     return groups, metrics | {"time/validate_s": time.perf_counter() - began}

@@ -9,7 +9,7 @@ the rule fails, the judge is not called, unless the rule's `on_failure` gives a 
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal
 
 from pydantic import model_validator
@@ -61,6 +61,18 @@ class Cascade(Reward):
     @property
     def checks_answer(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return isinstance(self.rule, Reward) and self.rule.checks_answer
+
+    @property
+    def reads_answers(self) -> bool:
+        return self._reader is not None
+
+    def read_answer(self, text: str) -> Hashable | None:
+        """By its rule, or else its judge. `text` is what the one that decided saw."""
+        return None if self._reader is None else self._reader.read_answer(text)
+
+    @property
+    def _reader(self) -> Reward | None:
+        return next((inner for inner in self.inner if isinstance(inner, Reward) and inner.reads_answers), None)
 
     @property
     def scores_alone(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -14,6 +14,10 @@ class Exact(Rule):
     """Ignore case."""
 
     checks_answer: ClassVar[bool] = True
+    reads_answers: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def read_answer(self, text: str) -> str | None:
+        return (text.strip().casefold() if self.ignore_case else text.strip()) or None
 
     def value(self, prompt: Prompt, sample: Sample) -> float | Score:
         truths = set(read_texts(prompt.ground_truth))

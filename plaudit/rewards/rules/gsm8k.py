@@ -33,12 +33,16 @@ class Gsm8k(Rule):
     """Value of a readable but wrong number."""
 
     checks_answer: ClassVar[bool] = True
+    reads_answers: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def read_answer(self, text: str) -> Fraction | None:
+        return _marked(text) if self.method == "strict" else _last(text)
 
     def value(self, prompt: Prompt, sample: Sample) -> float | Score:
         truth = _truth(prompt.ground_truth)
         if truth is None:
             return no_truth(prompt, sample, "gsm8k", "a number, or a text with #### and a number")
-        number = _marked(sample.text) if self.method == "strict" else _last(sample.text)
+        number = self.read_answer(sample.text)
         if number is None:
             return Score(0.0, malformed=True, view=sample.text)
         return 1.0 if number == truth else self.format_score

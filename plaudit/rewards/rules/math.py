@@ -35,7 +35,7 @@ Differs from verl, where an answer that takes too long silently scores 0: here i
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -47,7 +47,7 @@ from plaudit.rewards.functions.process import Answer
 from plaudit.rewards.functions.worker_pool import UserCode, WorkerPool
 from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.rewards.rules.ground_truth import no_truth, plain
-from plaudit.rewards.rules.maths.answers import LONGEST_ANSWER, compare_plainly, find_answer, normalise
+from plaudit.rewards.rules.maths.answers import LONGEST_ANSWER, compare_plainly, find_answer, normalise, plain_number
 from plaudit.seeding import stable_seed
 from plaudit.turns import turns
 from plaudit.types import Group, Prompt, Sample, Score
@@ -80,6 +80,14 @@ class Math(Reward):
 
     cached: ClassVar[bool] = False  # faster than a lookup
     checks_answer: ClassVar[bool] = True
+    reads_answers: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def read_answer(self, text: str) -> Hashable | None:
+        """Numbers by their value, other answers as normalised text."""
+        found = find_answer(text)
+        answer = normalise(found) if found and len(found) <= LONGEST_READ else ""
+        number = plain_number(answer)
+        return (answer or None) if number is None else number
 
     def build(self) -> "LiveMath":
         return LiveMath(self)
