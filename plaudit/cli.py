@@ -48,6 +48,7 @@ from plaudit.prepare.cli import prepare
 from plaudit.recipe import ModelSettings, SampleSettings, ScoreRecipe
 from plaudit.redaction import redact
 from plaudit.serving.cli import serve
+from plaudit.viewing.cli import view
 from plaudit.wrapping import terminal_width, wrapped, wrapped_comments
 
 app = typer.Typer(
@@ -263,7 +264,7 @@ def merge(
     print(f"{out}: {lora.base} with {adapter} merged in, {merge_adapter(lora, out, dtype, trust_remote_code):,} parameters")
 
 
-for verb, context in ((sample, {}), (audit, ANYTHING_MAY_FOLLOW), (serve, ANYTHING_MAY_FOLLOW), (convert, {})):
+for verb, context in ((sample, {}), (audit, ANYTHING_MAY_FOLLOW), (serve, ANYTHING_MAY_FOLLOW), (convert, {}), (view, {})):
     app.command(context_settings=context, epilog=examples(verb.__name__))(verb)
 
 

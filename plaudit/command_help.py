@@ -42,6 +42,7 @@ EXAMPLES = {
     ),
     "audit": ("plaudit audit recipes/audit/gsm8k.yaml answers.jsonl",),
     "serve": ("plaudit serve recipes/audit/gsm8k.yaml --port 8700",),
+    "view": ("plaudit view runs/demo/rl", "plaudit view runs/a runs/b", "plaudit view runs/demo/rl --out demo.html"),
     "merge": ("plaudit merge runs/first/model --out models/merged",),
     "recipes": ("plaudit recipes", "plaudit recipes first"),
     "demo": ("plaudit demo", "plaudit demo --seed 1 --out runs/demo1", "plaudit demo cluster.gpus=2"),
@@ -119,6 +120,7 @@ OTHER_VERBS = {
     **dict.fromkeys(("explain", "show", "settings", "recipe"), "Did you mean plaudit config R.yaml --explain?"),
     **dict.fromkeys(("data", "preprocess", "download"), "Did you mean plaudit prepare?"),
     **dict.fromkeys(("server", "api", "deploy"), "Did you mean plaudit serve?"),
+    **dict.fromkeys(("viewer", "look", "dashboard", "browse", "ui", "plot", "inspect"), "Did you mean plaudit view?"),
     **dict.fromkeys(("help", "version"), "Did you mean plaudit --help, or plaudit --version?"),
     "resume": "To resume a run, repeat the command that started it: plaudit rl R.yaml.",
 }  # fmt: skip

@@ -49,8 +49,8 @@ from plaudit.redaction import redact
 from plaudit.report import curves
 from plaudit.report.progress import print_line
 from plaudit.report.samples import samples_to_follow, write_samples
-from plaudit.run_identity import Computing, advice, compare, describe_run, read_description
-from plaudit.run_progress import checkpoint_folders
+from plaudit.run_identity import Computing, advice, compare, describe_run
+from plaudit.run_progress import checkpoint_folders, read_description
 from plaudit.saving import Saver
 from plaudit.threads import threads_on_cpu
 from plaudit.trackers import Trackers

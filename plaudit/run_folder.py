@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from plaudit.errors import RunError, nearest_path
 from plaudit.files import try_lock
 from plaudit.json_files import UnreadableJson, parse_object
-from plaudit.run_identity import read_description
+from plaudit.run_progress import read_description
 
 SHOWN = ("step", "loss", "reward", "val/loss", "val/reward")
 

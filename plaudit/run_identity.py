@@ -15,11 +15,10 @@ from plaudit import __version__
 from plaudit.config import flatten, settings_of
 from plaudit.data.conversations import Source
 from plaudit.data.templates import ChatTemplate
-from plaudit.errors import DataError, RunError
+from plaudit.errors import DataError
 from plaudit.files import fingerprint, text_digest, weights_fingerprint
 from plaudit.hub import model_folder
 from plaudit.input_files import is_function_file
-from plaudit.json_files import UnreadableJson, read_object
 from plaudit.recipe import TrainingRecipe
 
 
@@ -41,17 +40,6 @@ def describe_run(
     """The content of a new run.json. `inputs`: further digests, by a name that a person understands."""
     digests = {str(file): _fingerprint(file) for file in files} | _model_digests(recipe, template) | inputs
     return {"recipe": flatten(recipe), "inputs": digests, "versions": _versions(), "git": _git_state(), "trackers": {}}
-
-
-def read_description(file: Path) -> dict[str, Any]:
-    """A run.json, checked to be one of ours."""
-    try:
-        description = read_object(file)
-    except UnreadableJson as error:
-        raise RunError(f"{file}: cannot be read as the record of a plaudit run ({error}); choose another run.dir") from None
-    if all(isinstance(description.get(part), dict) for part in ("recipe", "inputs", "trackers")):
-        return description
-    raise RunError(f"{file}: cannot be read as the record of a plaudit run; choose another run.dir")
 
 
 def compare(then: dict[str, Any], now: dict[str, Any], recipe: TrainingRecipe, code: set[str]) -> Differences:

@@ -1,4 +1,4 @@
-"""How far a run is, as its folder shows, for a process that has not opened it; and the record of its restarts. Imports no torch."""
+"""What a run folder records, and how far the run is, for a process that has not opened it; and its restarts. Imports no torch."""
 
 import json
 import re
@@ -6,8 +6,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from plaudit.errors import RunError
 from plaudit.files import write_atomic
 from plaudit.json_files import UnreadableJson, parse_object, read_object
+
+
+def read_description(file: Path) -> dict[str, Any]:
+    """A run.json, checked to be one of ours."""
+    try:
+        description = read_object(file)
+    except UnreadableJson as error:
+        raise RunError(f"{file}: cannot be read as the record of a plaudit run ({error}); choose another run.dir") from None
+    if all(isinstance(description.get(part), dict) for part in ("recipe", "inputs", "trackers")):
+        return description
+    raise RunError(f"{file}: cannot be read as the record of a plaudit run; choose another run.dir")
 
 
 def checkpoint_folders(root: Path) -> list[Path]:

@@ -42,7 +42,7 @@ LEVELS = [
     ["inputs", "options"],
     ["scoring"],
     ["prepare", "audit", "adapters", "serving", "convert"],
-    ["loops", "doctor"],
+    ["loops", "doctor", "viewing"],
     ["evaluation"],
     ["api"],
     ["cli"],

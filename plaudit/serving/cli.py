@@ -49,11 +49,12 @@ def serve(
     SIGTERM or Ctrl-C finishes requests in flight and stops; a second one stops at once. See docs/serve.md for examples.
     """
     rewards = load_rewards(recipe, overrides)
-    token = _token(token_env)
+    token = read_token(token_env)
     try:
         from plaudit.serving.admission import Limits
         from plaudit.serving.connections import ConnectionLimits
-        from plaudit.serving.server import ServeJob, is_loopback
+        from plaudit.serving.listening import is_loopback
+        from plaudit.serving.server import ServeJob
         from plaudit.serving.server import serve as run_serve
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn"):
@@ -72,7 +73,8 @@ def serve(
     run_serve(ServeJob(rewards, host, port, limits, connections, timeout_s, grace_s, token, cache, tokenizer))
 
 
-def _token(name: str | None) -> str | None:
+def read_token(name: str | None) -> str | None:
+    """The token in an environment variable, if one is named."""
     if name is None:
         return None
     token = os.environ.get(name, "")

@@ -8,7 +8,6 @@ the second one exits at once (processes started by rewards end with this one).
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import os
 import signal
 import socket
@@ -23,19 +22,17 @@ from pathlib import Path
 import uvicorn
 
 from plaudit.data.rollouts import token_counter
-from plaudit.errors import PlauditError
 from plaudit.recipe import RewardSettings
 from plaudit.report.progress import print_line
 from plaudit.rewards.runner import RewardRunner
 from plaudit.serving.admission import Limits
 from plaudit.serving.app import make_app
 from plaudit.serving.connections import MAX_HEADER_BYTES, ClientConnection, ConnectionLimits, Connections
+from plaudit.serving.listening import WAITING_CONNECTIONS, address_of, listening
 from plaudit.serving.metrics import Metrics
 from plaudit.serving.service import Service
 
 SIGNAL_POLL_S = 0.1
-WAITING_CONNECTIONS = 2048
-"""Connections that the system keeps until they are accepted."""
 SWITCH_INTERVAL_S = 0.001
 """How long a thread that computes may keep the event loop waiting for the interpreter lock: several times in a request. Python's
 default is 5 ms."""
@@ -78,7 +75,7 @@ def serve(job: ServeJob) -> None:
     """Serve until SIGTERM or SIGINT."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     runner = RewardRunner(job.rewards, cache=job.cache, tolerant=True)
-    with _listening(job.host, job.port) as listener, _signals() as stop:
+    with listening(job.host, job.port) as listener, _signals() as stop:
         runner.start()
         try:
             serving = runner.run(_serve(job, runner, listener, stop))
@@ -103,7 +100,7 @@ async def _serve(job: ServeJob, runner: RewardRunner, listener: socket.socket, s
             timeout_graceful_shutdown=int(job.grace_s + SEND_TIMEOUT_S) + 1,
         )
     )  # fmt: skip
-    address, count = _address(listener), len(job.rewards)
+    address, count = address_of(listener), len(job.rewards)
     names = ", ".join(reward.label for reward in job.rewards)
     print_line(f"serve: listening on {address}; opening {count} reward{'s'[: count > 1]}: {names}")
     if (allowed := job.connections.allowed) < job.connections.max_connections:
@@ -165,35 +162,3 @@ def _signals() -> Iterator[Future[None]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-@contextlib.contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as problem:
-        raise PlauditError(f"--host {host}: {problem.strerror or problem}") from None
-    with listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-            listener.listen(WAITING_CONNECTIONS)
-        except OSError as problem:
-            raise PlauditError(
-                f"cannot listen on {host}:{port}: {problem.strerror or problem}. Choose another --port (0: any free port)."
-            ) from None
-        yield listener
-
-
-def is_loopback(host: str) -> bool:
-    """Whether the address is reachable from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -1,0 +1,147 @@
+// Runs: their state, curves of every metric over each other, how their recipes differ.
+
+import { h, number, duration, plural, seriesColour } from "./dom.js";
+import { get } from "./data.js";
+import { lineChart } from "./charts.js";
+
+const FIRST = ["reward", "val/reward", "loss", "val/loss", "length", "entropy", "groups_without_signal", "truncated", "malformed", "dropped", "accuracy", "kl"];
+const settings = { share: 0.6, clock: false, log: false, filter: "", hidden: new Set() };
+
+export async function runsPage(ctx) {
+  const metrics = await Promise.all(ctx.runs.map((run) => get(`runs/${run.id}/metrics`)));
+  const element = h("div", {});
+  const charts = h("div", {});
+
+  const draw = () => charts.replaceChildren(...chartSections(ctx, metrics));
+  const table = h("div", { class: "scroll" });
+  const drawTable = () => table.replaceChildren(runsTable(ctx, draw));
+  drawTable();
+  draw();
+  element.append(
+    h("h1", {}, ctx.runs.length === 1 ? ctx.runs[0].name : plural(ctx.runs.length, "run")),
+    table,
+    ...ctx.runs.flatMap((run) => (run.problems || []).map((problem) => h("p", { class: "notice" }, `${run.name}: ${problem}`))),
+    differences(ctx.runs),
+    toolbar(draw),
+    charts,
+  );
+  return {
+    element,
+    title: "runs",
+    async refresh(changed) {
+      for (const run of changed) metrics[run.id] = await get(`runs/${run.id}/metrics`);
+      drawTable();
+      draw();
+    },
+  };
+}
+
+function runsTable(ctx, draw) {
+  const several = ctx.runs.length > 1;
+  const rewarded = ctx.runs.some((run) => run.last && "reward" in run.last);
+  const columns = rewarded ? ["reward", "val/reward"] : ["loss", "val/loss"];
+  return h("table", {},
+    h("thead", {}, h("tr", {}, h("th", {}, several ? "run (tick to draw it)" : "run"), h("th", {}, "state"), h("th", { class: "n" }, "step"), h("th", { class: "n" }, "time"), columns.map((name) => h("th", { class: "n" }, name)), h("th", {}, "look at"))),
+    h("tbody", {}, ctx.runs.map((run) => h("tr", {},
+      h("td", {}, several && h("input", { type: "checkbox", "aria-label": `draw ${run.name}`, checked: !settings.hidden.has(run.id), onchange: (event) => { settings.hidden[event.target.checked ? "delete" : "add"](run.id); draw(); } }), several && " ", h("b", { class: "dot", style: { background: seriesColour(run.id) } }), h("b", {}, run.name), h("div", { class: "small dim" }, run.path)),
+      h("td", {}, state(run)),
+      h("td", { class: "n" }, run.step ?? "–", run.total_steps ? h("span", { class: "dim" }, ` of ${run.total_steps}`) : null, run.progress !== null && run.progress !== undefined && run.state === "training" ? h("div", { class: "meter" }, h("i", { style: { width: `${100 * run.progress}%` } })) : null),
+      h("td", { class: "n" }, duration(run.seconds)),
+      columns.map((name) => h("td", { class: "n" }, number(run.last?.[name]))),
+      h("td", {}, links(run)),
+    ))));
+}
+
+function links(run) {
+  if (!run.samples || !Object.keys(run.samples).length) return h("span", { class: "dim" }, "no samples");
+  const name = encodeURIComponent(run.name), found = [];
+  if (run.samples.train) found.push(h("a", { href: `#/step/${name}/train/${run.samples.train[1]}` }, "last step"));
+  if (run.samples.val) found.push(h("a", { href: `#/step/${name}/val/${run.samples.val[1]}` }, "last validation"));
+  found.push(h("a", { href: `#/diagnostics/${name}` }, "diagnostics"));
+  return h("div", { class: "row", style: { gap: ".2rem .8rem" } }, found);
+}
+
+export function state(run) {
+  return h("div", {}, h("span", { class: `pill ${run.state}` }, run.state), run.detail ? h("div", { class: "small dim" }, run.detail) : null);
+}
+
+function toolbar(draw) {
+  const change = (name, read) => (event) => { settings[name] = read(event.target); draw(); };
+  return h("div", { class: "toolbar" },
+    h("input", { type: "search", placeholder: "filter metrics", "aria-label": "filter metrics", value: settings.filter, oninput: change("filter", (i) => i.value) }),
+    h("label", {}, "smoothing ", h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: settings.share, oninput: change("share", (i) => Number(i.value)) })),
+    h("label", {}, "over ", h("select", { onchange: change("clock", (i) => i.value === "time") }, h("option", { value: "steps", selected: !settings.clock }, "steps"), h("option", { value: "time", selected: settings.clock }, "time"))),
+    h("label", {}, h("input", { type: "checkbox", checked: settings.log, onchange: change("log", (i) => i.checked) }), " log scale"),
+  );
+}
+
+// Hours since the start, of a step; between two steps of the thinned clock, a straight line.
+function hours(clock, step) {
+  if (!clock || !clock.x.length) return step;
+  let i = clock.x.findIndex((x) => x >= step);
+  if (i < 0) i = clock.x.length - 1;
+  if (i === 0 || clock.x[i] === step) return clock.y[i] / 3600;
+  const share = (step - clock.x[i - 1]) / (clock.x[i] - clock.x[i - 1]);
+  return (clock.y[i - 1] + share * (clock.y[i] - clock.y[i - 1])) / 3600;
+}
+
+function chartSections(ctx, metrics) {
+  const names = [...new Set(metrics.flatMap((one) => Object.keys(one.series)))];
+  const panels = names.filter((name) => !(name.startsWith("val/") && names.includes(name.slice(4))));
+  const wanted = panels.filter((name) => name.toLowerCase().includes(settings.filter.toLowerCase()) && varies(metrics, name));
+  const rank = (name) => { const i = FIRST.indexOf(name); return i < 0 ? FIRST.length + (name.startsWith("parts/") ? -0.5 : 0) : i; };
+  wanted.sort((a, b) => rank(a) - rank(b));
+  const sections = [["", wanted.filter((name) => rank(name) < FIRST.length)]];
+  for (const name of wanted.filter((n) => rank(n) >= FIRST.length)) {
+    const head = name.startsWith("val/") ? "validation" : name.includes("/") ? name.split("/")[0] : "training";
+    const known = sections.find(([title]) => title === head);
+    if (known) known[1].push(name); else sections.push([head, [name]]);
+  }
+  if (!wanted.length) return [h("p", { class: "dim" }, names.length ? "No metric has this name." : "No metrics yet.")];
+  return sections.filter(([, inside]) => inside.length).map(([title, inside]) => {
+    const grid = h("div", { class: "charts" });
+    const fillGrid = () => { if (!grid.childElementCount) grid.append(...inside.map((name) => chart(ctx, metrics, name))); };
+    if (!title || settings.filter) { fillGrid(); return h("div", {}, title ? h("h2", {}, title) : null, grid); }
+    return h("details", { ontoggle: (event) => { opened[event.target.open ? "add" : "delete"](title); fillGrid(); }, open: opened.has(title) }, h("summary", { style: { "font-size": "var(--t2)", padding: ".6rem 0" } }, `${title} (${plural(inside.length, "metric")})`), grid);
+  });
+}
+
+const opened = new Set(["training"]);
+
+function varies(metrics, name) {
+  return settings.filter || metrics.some((one) => [name, `val/${name}`].some((n) => { const y = one.series[n]?.y; return y && y.some((v) => v !== y[0]); }));
+}
+
+function chart(ctx, metrics, name) {
+  const series = [];
+  for (const run of ctx.runs) {
+    if (settings.hidden.has(run.id)) continue;
+    const { series: all, seconds } = metrics[run.id];
+    for (const metric of [name, `val/${name}`]) {
+      if (!all[metric]) continue;
+      const validation = metric.startsWith("val/");
+      const one = { run, metric, steps: all[metric].x, y: all[metric].y, points: validation, dashed: validation && metric !== name };
+      one.x = settings.clock ? one.steps.map((step) => hours(seconds, step)) : one.steps;
+      one.colour = ctx.runs.length > 1 ? seriesColour(run.id) : metric === name ? "var(--c0)" : "var(--c1)";
+      one.name = ctx.runs.length > 1 ? `${run.name}${validation && metric !== name ? " (val)" : ""}` : metric;
+      series.push(one);
+    }
+  }
+  return lineChart({
+    title: name, series, log: settings.log, share: settings.share, xLabel: settings.clock ? "hour" : "step",
+    onPick: (one, x) => ctx.goToStep(one.run, one.metric.startsWith("val/") ? "val" : "train", settings.clock ? one.steps[one.x.indexOf(x)] : x),
+  });
+}
+
+function differences(runs) {
+  const withRecipe = runs.filter((run) => run.recipe && Object.keys(run.recipe).length);
+  if (!withRecipe.length) return null;
+  const names = [...new Set(withRecipe.flatMap((run) => Object.keys(run.recipe)))];
+  const shown = (run, name) => (name in run.recipe ? JSON.stringify(run.recipe[name]) : "not set");
+  const table = (chosen) => h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "setting"), withRecipe.map((run) => h("th", {}, run.name)))), h("tbody", {}, chosen.map((name) => h("tr", {}, h("td", { class: "nowrap" }, name), withRecipe.map((run) => h("td", { style: { "overflow-wrap": "anywhere" } }, shown(run, name))))))));
+  const differ = names.filter((name) => new Set(withRecipe.map((run) => shown(run, name))).size > 1 && name !== "run.dir");
+  const all = h("details", {}, h("summary", {}, withRecipe.length > 1 ? "all settings" : "the recipe, all settings"), table(names));
+  if (withRecipe.length === 1) return all;
+  if (!differ.length) return h("div", {}, h("p", { class: "dim" }, "Their recipes do not differ, besides run.dir."), all);
+  return h("div", {}, h("details", { open: differ.length <= 8 }, h("summary", {}, `how their recipes differ (${plural(differ.length, "setting")})`), table(differ)), all);
+}

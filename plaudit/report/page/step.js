@@ -1,0 +1,161 @@
+// A step: its groups, what each sample earned and from which component, what failed and why.
+
+import { h, number, percent, plural, visible, rewardColour } from "./dom.js";
+import { get } from "./data.js";
+import { histogram, stackedBar, legendOf, coloursOf } from "./charts.js";
+
+const ORDERS = {
+  "reward, lowest first": (a, b) => (a.mean ?? -Infinity) - (b.mean ?? -Infinity),
+  "reward, highest first": (a, b) => (b.mean ?? -Infinity) - (a.mean ?? -Infinity),
+  spread: (a, b) => (b.std ?? -1) - (a.std ?? -1),
+  length: (a, b) => b.length - a.length,
+  failures: (a, b) => b.failed - a.failed || b.malformed - a.malformed,
+  "as sampled": (a, b) => a.row - b.row,
+};
+const FILTERS = {
+  "all groups": () => true,
+  "with signal": (g) => g.signal,
+  "without signal": (g) => !g.signal,
+  "with failures": (g) => g.failed > 0,
+  malformed: (g) => g.malformed > 0,
+  truncated: (g) => g.truncated > 0,
+};
+const choice = { order: "spread", filter: "all groups", source: "" };
+
+export async function stepPage(ctx, [name, split, stepText]) {
+  const run = ctx.run(name), step = Number(stepText);
+  const [data, steps] = await Promise.all([get(`runs/${run.id}/${split}/${step}`), ctx.steps(run)]);
+  const link = (row) => `#/sample/${encodeURIComponent(run.name)}/${split}/${step}/${row}`;
+  const rewards = data.samples.map((x) => x.reward).filter((x) => x !== undefined);
+  const low = Math.min(...rewards), high = Math.max(...rewards);
+  const groups = h("div", {});
+  const components = componentNames(run, data), colours = coloursOf(components);
+  const weighted = weightsOf(run);
+  const draw = () => groups.replaceChildren(...groupList(data, { link, low, high, components, colours, weighted }));
+  draw();
+  const sources = [...new Set(data.groups.map((g) => g.data_source).filter(Boolean))];
+  const pick = (key, options) => h("select", { "aria-label": key, onchange: (event) => { choice[key] = event.target.value; draw(); } }, options.map(([value, text]) => h("option", { value, selected: choice[key] === value }, text)));
+  const [before, after] = ctx.neighbours(steps[split], step);
+  const element = h("div", {},
+    h("div", { class: "row spread" },
+      h("div", {}, h("div", { class: "dim" }, run.name), h("h1", {}, split === "val" ? `Validation after step ${step}` : `Step ${step}`)),
+      h("div", { class: "row" }, stepButton(ctx, run, split, before, "← previous"), stepButton(ctx, run, split, after, "next →"), stepInput(ctx, run, split, step, steps[split]), splitButtons(ctx, run, split, step, steps))),
+    tiles(data, rewards),
+    data.left_out ? h("p", { class: "notice" }, `${data.left_out.toLocaleString("en")} more samples of this step are not shown.`) : null,
+    failures(data, link),
+    h("div", { class: "two", style: { margin: "1rem 0" } },
+      histogram(rewards, { title: "rewards of all samples", colour: rewardColour }),
+      componentCard(run, data, components, colours, weighted)),
+    h("div", { class: "row spread" }, h("h2", { style: { margin: 0 } }, "Groups"), h("div", { class: "row" },
+      h("label", {}, "sort by ", pick("order", Object.keys(ORDERS).map((n) => [n, n]))), h("label", {}, "show ", pick("filter", Object.keys(FILTERS).map((n) => [n, n]))),
+      sources.length > 1 ? h("label", {}, "data source ", pick("source", [["", "all"], ...sources.map((n) => [n, n])])) : null)),
+    h("p", { class: "dim small" }, "A square is a sample; its colour is its reward", h("span", { class: "nowrap" }, ` (${number(low, 3)}`, h("i", { class: "scale" }), `${number(high, 3)}).`), " Striped: failed. A dot: malformed or truncated. A group in which all rewards are equal has no signal: it does not move the policy."),
+    groups,
+    h("h2", {}, "Audit these samples"),
+    h("p", { class: "dim" }, "Measures what these rewards reward, and what fools them, on the samples of this step:"),
+    h("div", { class: "command" }, h("code", {}, data.audit), h("button", { type: "button", onclick: (event) => ctx.copy(data.audit, event.target) }, "copy")),
+  );
+  const first = data.groups.length ? [...data.groups].sort(ORDERS[choice.order])[0].row : null;
+  return {
+    element,
+    title: `step ${step}, ${run.name}`,
+    keys: { ArrowLeft: () => before !== null && ctx.go(hash(run, split, before)), ArrowRight: () => after !== null && ctx.go(hash(run, split, after)), j: () => first !== null && ctx.go(link(first)), Enter: () => first !== null && ctx.go(link(first)) },
+    run,
+  };
+}
+
+const hash = (run, split, step) => `#/step/${encodeURIComponent(run.name)}/${split}/${step}`;
+
+function stepButton(ctx, run, split, step, text) {
+  return h("button", { type: "button", disabled: step === null, onclick: () => ctx.go(hash(run, split, step)) }, text);
+}
+
+function stepInput(ctx, run, split, step, steps) {
+  return h("label", {}, "step ", h("input", { type: "number", value: step, min: steps[0], max: steps.at(-1), style: { width: "6rem" }, "aria-label": "go to step", onchange: (event) => ctx.goToStep(run, split, Number(event.target.value)) }));
+}
+
+function splitButtons(ctx, run, split, step, steps) {
+  return h("div", { class: "row", style: { gap: ".25rem" } }, ["train", "val"].filter((one) => steps[one].length).map((one) => h("button", { type: "button", "aria-pressed": String(one === split), onclick: () => ctx.goToStep(run, one, step) }, one === "train" ? "training" : "validation")));
+}
+
+function tiles(data, rewards) {
+  const samples = data.samples, n = samples.length || 1;
+  const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
+  const std = rewards.length ? Math.sqrt(rewards.reduce((a, b) => a + (b - mean) ** 2, 0) / rewards.length) : null;
+  const lengths = samples.map((x) => x.tokens ?? x.characters), unit = samples.some((x) => x.tokens !== undefined) ? "tokens" : "characters";
+  const share = (test) => samples.filter(test).length / n;
+  const tile = (value, text, title) => h("div", { class: "tile", title }, h("b", {}, value), h("span", {}, text));
+  return h("div", { class: "tiles" },
+    tile(number(mean), "mean reward"), tile(number(std), "standard deviation"),
+    tile(number(lengths.reduce((a, b) => a + b, 0) / n, 3), `mean length, ${unit}`),
+    tile(`${data.groups.filter((g) => !g.signal).length} of ${data.groups.length}`, "groups without signal", "all samples of the group have the same reward"),
+    tile(percent(share((x) => x.malformed)), "malformed", "the policy's fault: no answer to be found, broken thoughts"),
+    tile(percent(share((x) => x.failure || x.failures)), "a reward failed", "the reward's fault: a timeout, an exception"),
+    tile(percent(share((x) => x.status === "truncated")), "truncated", "the response reached the length limit"),
+    tile(`${samples.length}`, plural(data.groups.length, "group") + ", samples"));
+}
+
+function failures(data, link) {
+  const causes = new Map();
+  for (const sample of data.samples) {
+    const all = { ...(sample.failure ? { "": sample.failure } : {}), ...(sample.failures || {}) };
+    for (const [reward, text] of Object.entries(all)) {
+      if (reward === "" && sample.failures) continue;
+      const cause = `${reward}|${text.split(":")[0]}`;
+      if (!causes.has(cause)) causes.set(cause, { reward, cause: text.split(":")[0], text, rows: [] });
+      causes.get(cause).rows.push(sample.row);
+    }
+  }
+  if (!causes.size) return null;
+  const rows = [...causes.values()].sort((a, b) => b.rows.length - a.rows.length);
+  return h("div", {}, h("h2", {}, "What failed, and why"), h("div", { class: "scroll" }, h("table", {},
+    h("thead", {}, h("tr", {}, h("th", {}, "reward"), h("th", {}, "cause"), h("th", { class: "n" }, "samples"), h("th", {}, "message of the first"), h("th", {}, ""))),
+    h("tbody", {}, rows.map((r) => h("tr", {}, h("td", {}, r.reward || "all"), h("td", {}, r.cause), h("td", { class: "n" }, r.rows.length), h("td", { class: "text" }, visible(r.text.slice(r.cause.length + 1).trim().slice(0, 300))), h("td", {}, h("a", { href: link(r.rows[0]) }, "look"))))))));
+}
+
+export function weightsOf(run) {
+  return Object.fromEntries((run.rewards || []).map((reward) => [reward.label, reward.weight ?? 1]));
+}
+
+// The rewards of the recipe; without one (a dump), every number that was saved with the samples.
+export function componentNames(run, data) {
+  const found = [...new Set(data.groups.flatMap((g) => Object.keys(g.parts)))];
+  const labels = (run.rewards || []).map((reward) => reward.label).filter((label) => found.includes(label));
+  return labels.length ? labels : found.filter((name) => name !== "unnormalised");
+}
+
+function componentCard(run, data, components, colours, weighted) {
+  const rows = components.map((name) => {
+    const having = data.samples.filter((x) => x.parts && name in x.parts).map((x) => x.parts[name]);
+    return { name, weight: weighted[name] ?? 1, n: having.length, mean: having.length ? having.reduce((a, b) => a + b, 0) / having.length : null, least: Math.min(...having), greatest: Math.max(...having) };
+  });
+  const other = [...new Set(data.groups.flatMap((g) => Object.keys(g.parts)))].filter((name) => !components.includes(name));
+  return h("div", { class: "card" }, h("h3", {}, "Components"), h("div", { class: "scroll" }, h("table", {},
+    h("thead", {}, h("tr", {}, h("th", {}, "reward"), h("th", { class: "n" }, "weight"), h("th", { class: "n" }, "mean"), h("th", { class: "n" }, "least"), h("th", { class: "n" }, "greatest"), h("th", { class: "n" }, "samples"))),
+    h("tbody", {}, rows.map((r) => h("tr", {}, h("td", {}, h("b", { class: "dot", style: { background: colours[r.name] } }), r.name, r.weight === 0 ? h("div", { class: "small dim" }, "only measured") : null), h("td", { class: "n" }, number(r.weight)), h("td", { class: "n" }, number(r.mean)), h("td", { class: "n" }, number(r.least)), h("td", { class: "n" }, number(r.greatest)), h("td", { class: "n" }, r.n)))))),
+    other.length ? h("p", { class: "small dim" }, `Also recorded: ${other.join(", ")}.`) : null);
+}
+
+function groupList(data, view) {
+  const chosen = data.groups.filter((g) => FILTERS[choice.filter](g) && (!choice.source || g.data_source === choice.source)).sort(ORDERS[choice.order]);
+  if (!chosen.length) return [h("p", { class: "dim" }, "No group of this step is like that.")];
+  const term = (group, name) => (view.weighted[name] ?? 1) * (group.parts[name] ?? 0);
+  const drawn = view.components.filter((name) => (view.weighted[name] ?? 1) !== 0);
+  const largest = Math.max(...data.groups.map((g) => drawn.reduce((sum, name) => sum + Math.abs(term(g, name)), 0)));
+  const head = h("div", { class: "group head" }, h("span", {}, "prompt"), h("span", {}, "samples"), h("span", {}, drawn.length ? "components × weight, mean" : ""), h("span", { class: "n" }, "reward"), h("span", { class: "n" }, "spread"), h("span", { class: "n" }, "length"), h("span", { class: "n" }, ""));
+  const lines = chosen.slice(0, 500).map((g) => h("div", { class: "group" },
+    h("a", { class: "prompt", href: view.link(g.row), dir: "auto" }, visible(g.prompt) || "(empty prompt)"),
+    h("div", { class: "cells" }, data.samples.slice(g.row, g.row + g.rows).map((x) => cell(x, view))),
+    h("div", { class: "stack-cell" }, drawn.length ? stackedBar(drawn.map((name) => [name, term(g, name)]), largest, view.colours) : null),
+    h("span", { class: "n", "data-name": "reward" }, number(g.mean, 3)), h("span", { class: "n", "data-name": "spread" }, number(g.std, 2)), h("span", { class: "n", "data-name": "length" }, number(g.length, 3)),
+    h("span", { class: "n small" }, g.failed ? h("span", { class: "bad" }, `${g.failed} failed`) : !g.signal ? h("span", { class: "dim" }, "no signal") : g.malformed ? h("span", { class: "warn" }, `${g.malformed} malformed`) : g.truncated ? h("span", { class: "warn" }, `${g.truncated} truncated`) : "")));
+  const more = chosen.length > 500 ? [h("p", { class: "dim" }, `${chosen.length - 500} more groups; narrow the filter to see them.`)] : [];
+  return [drawn.length > 1 ? legendOf(drawn, view.colours, (name) => `${name} × ${number(view.weighted[name] ?? 1)}`) : null, head, ...lines, ...more].filter(Boolean);
+}
+
+export function cell(sample, view, here = false) {
+  const failed = sample.reward === undefined || sample.reward === null;
+  const kind = `cell${failed ? " failed" : ""}${sample.malformed ? " malformed" : ""}${sample.status === "truncated" ? " truncated" : ""}${here ? " here" : ""}`;
+  const words = [failed ? "failed" : `reward ${number(sample.reward)}`, sample.malformed && "malformed", sample.status === "truncated" && "truncated"].filter(Boolean).join(", ");
+  return h("a", { class: kind, href: view.link(sample.row), title: `${words}\n${visible(sample.text).slice(0, 160)}`, "aria-label": `sample ${sample.index ?? sample.row}: ${words}`, style: failed ? {} : { background: rewardColour(sample.reward, view.low, view.high) } });
+}

@@ -1,0 +1,59 @@
+"""`plaudit view`: the verb."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plaudit.errors import PlauditError, install_extra
+
+
+def view(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUNS", help="Run folders, or dumps of rollouts of verl or TRL.", show_default=False),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Write one self-contained HTML file instead of serving.", show_default=False)
+    ] = None,
+    max_mb: Annotated[
+        float, typer.Option(min=0.1, help="Size of the file of --out; steps and samples are left out beyond it.")
+    ] = 5.0,
+    host: Annotated[str, typer.Option(help="Address to listen on; the default is reachable from this machine only.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8322,
+    token_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Environment variable with the token that the page asks for.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Show the runs to other machines without a token.")] = False,
+) -> None:
+    """Look into runs in a browser: every step, group, sample, component and failure, offline, while it trains.
+
+    Follows a run that is still training. Nothing is written to the run. See docs/view.md.
+    """
+    from plaudit.viewing.sources import open_source
+    from plaudit.viewing.viewer import Viewer
+
+    viewer = Viewer([open_source(path) for path in paths])
+    if out is not None:
+        from plaudit.viewing.export import write_page
+
+        print(write_page(viewer, out, max_bytes=int(max_mb * 1e6)))
+        return
+    from plaudit.serving.cli import read_token
+
+    token = read_token(token_env)
+    try:
+        from plaudit.viewing.server import is_loopback, serve
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn"):
+            raise
+        raise PlauditError(
+            f"plaudit view needs packages that are not installed; install them with: {install_extra('serve')}. "
+            "With --out FILE.html it writes a file and needs none."
+        ) from None
+    if not is_loopback(host) and token is None and not insecure:
+        raise PlauditError(
+            f"--host {host}: anyone who can reach this machine could read the runs. Pass --token-env NAME (an environment variable "
+            "with a token), or --insecure if the network is trusted."
+        )
+    serve(viewer, host, port, token)

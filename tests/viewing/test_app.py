@@ -1,0 +1,91 @@
+"""`plaudit view` over HTTP, and as a file."""
+
+import json
+
+import pytest
+from fastapi.testclient import TestClient
+
+from plaudit.report.pages import ASSETS
+from plaudit.viewing.app import make_app
+from plaudit.viewing.export import write_page
+from plaudit.viewing.sources import open_source
+from plaudit.viewing.viewer import Viewer
+from support.made_runs import make_run, scored_group
+
+HOSTILE = "</script><script>alert(1)</script>\x1b[2J\u202eabc"
+
+
+@pytest.fixture
+def viewer(tmp_path) -> Viewer:
+    group = scored_group("p", [HOSTILE, "2"], [1.0, 0.0])
+    return Viewer([open_source(make_run(tmp_path / "made", {1: [group], 2: [group]}))])
+
+
+def client(viewer: Viewer, **settings) -> TestClient:
+    return TestClient(make_app(viewer, **settings), base_url="http://127.0.0.1:8322")
+
+
+def test_pages_and_data_are_served_with_a_strict_policy(viewer):
+    http = client(viewer)
+    for path in (
+        "/",
+        *(f"/page/{name}" for name in ASSETS),
+        "/api/runs",
+        "/api/runs/0/metrics",
+        "/api/runs/0/train/1",
+        "/api/runs/0/train/1/0",
+    ):
+        answer = http.get(path)
+        assert answer.status_code == 200, path
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert http.get("/api/runs/0/train/1/0").json()["response"] == HOSTILE
+    assert http.get("/api/runs/0/search", params={"text": "alert"}).json()["hits"][0]["found"] == "alert"
+
+
+def test_what_is_not_there_is_one_line(viewer):
+    http = client(viewer)
+    for path in (
+        "/api/runs/7/metrics",
+        "/api/runs/0/train/99",
+        "/api/runs/0/train/1/99",
+        "/api/runs/0/test/1",
+        "/page/../pages.py",
+    ):
+        answer = http.get(path)
+        assert answer.status_code == 404, path
+    assert http.get("/api/runs/0/train/99").json()["message"].endswith("there are no train samples of step 99")
+    assert http.get("/api/runs/0/search", params={"text": "(", "is_regex": True}).status_code == 400
+    assert http.post("/api/runs").status_code == 405
+
+
+def test_a_website_that_points_its_name_here_gets_nothing(viewer):
+    assert client(viewer).get("/api/runs", headers={"Host": "evil.example:8322"}).status_code == 403
+    assert client(viewer, local_only=False).get("/api/runs", headers={"Host": "box.example"}).status_code == 200
+
+
+def test_with_a_token_only_the_pages_are_public(viewer):
+    http = client(viewer, token="opensesame")
+    assert http.get("/").status_code == 200
+    assert http.get("/api/runs").status_code == 401
+    assert http.get("/api/runs", headers={"Authorization": "Bearer wrong"}).status_code == 401
+    assert http.get("/api/runs", headers={"Authorization": "Bearer opensesame"}).status_code == 200
+
+
+def test_the_file_is_self_contained_and_its_text_cannot_end_its_script(viewer, tmp_path):
+    line = write_page(viewer, tmp_path / "a.html", max_bytes=5_000_000)
+    text = (tmp_path / "a.html").read_text()
+    assert "all samples" in line
+    assert "alert(1)" not in text  # compressed
+    assert text.count("</script>") == 2
+    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_a_file_that_gets_too_large_leaves_steps_out_and_says_so(viewer, tmp_path):
+    everything = write_page(viewer, tmp_path / "a.html", max_bytes=5_000_000)
+    size = (tmp_path / "a.html").stat().st_size
+    line = write_page(viewer, tmp_path / "b.html", max_bytes=size - 200)
+    assert "all samples" in everything
+    assert "samples of 1 of 2 steps" in line
+    assert "samples of 1 of 2 steps" in (tmp_path / "b.html").read_text()
+    embedded = (tmp_path / "b.html").read_text().partition('id="embedded">')[2].partition("</script>")[0]
+    assert json.loads(embedded)["answers"]["runs/0/steps"]["train"] == [2]  # the newest one stays

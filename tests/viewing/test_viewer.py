@@ -1,0 +1,271 @@
+"""What the pages of `plaudit view` get to show, from runs and dumps."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from plaudit.errors import PlauditError, RunError
+from plaudit.viewing.metrics_log import MetricsLog, Series, thin
+from plaudit.viewing.search import Query, search
+from plaudit.viewing.sources import NotThere, open_source
+from plaudit.viewing.viewer import Viewer, evenly_spaced, from_coarse_to_fine, unique_names
+from support.made_runs import make_run, scored_group
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    first = scored_group("p1", ["2", "3", "4"], [1.0, 0.0, 0.5], trace={"prompt": "Rate it.", "answer": "7"})
+    flat = scored_group("p2", ["two words", "two words"], [1.0, 1.0], prompt="Repeat: two words here", data_source="echo")
+    failed = scored_group("p3", ["x", "y"], [None, 0.25])
+    return make_run(tmp_path / "made", {1: [first, flat], 2: [failed, first]})
+
+
+def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(f): (f.stat().st_mtime_ns, f.read_bytes()) for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+# A step and a sample -------------------------------------------------------------------------------------------------
+
+
+def test_a_step_has_its_groups_with_mean_spread_and_failures(run):
+    step = Viewer([open_source(run)]).step(0, "train", 1)
+    first, flat = step["groups"]
+    assert (first["row"], first["rows"], first["mean"], first["signal"]) == (0, 3, 0.5, True)
+    assert first["std"] == pytest.approx((0.5 / 3) ** 0.5)  # of 1, 0 and 0.5
+    assert (flat["row"], flat["mean"], flat["signal"], flat["data_source"]) == (3, 1.0, False, "echo")
+    failed = Viewer([open_source(run)]).step(0, "train", 2)["groups"][0]
+    assert (failed["failed"], failed["mean"]) == (1, 0.25)
+
+
+def test_the_same_prompt_twice_in_a_step_is_two_groups(tmp_path):
+    group = scored_group("p1", ["a", "b"], [1.0, 0.0])
+    viewer = Viewer([open_source(make_run(tmp_path / "made", {1: [group, group]}))])
+    assert [g["row"] for g in viewer.step(0, "train", 1)["groups"]] == [0, 2]
+
+
+def test_a_sample_has_all_that_was_recorded(run):
+    sample = Viewer([open_source(run)]).sample(0, "train", 1, 1)
+    assert sample["response"] == "3"
+    assert sample["prompt"] == [{"role": "user", "content": "What is 1 + 1?"}]
+    assert (sample["ground_truth"], sample["reward"], sample["tokens"], sample["mean_logprob"]) == ("2", 0.0, 1, -0.5)
+    assert sample["rewards"]["tone"]["view"] == "scored: 3"
+    assert sample["rewards"]["tone"]["trace"] == {"prompt": "Rate it.", "answer": "7"}
+    failed = Viewer([open_source(run)]).sample(0, "train", 2, 0)
+    assert failed["reward"] is None
+    assert failed["failure"] == "timeout: tone: no answer after 60 s"
+    with pytest.raises(NotThere, match="no sample number 99"):
+        Viewer([open_source(run)]).sample(0, "train", 1, 99)
+
+
+def test_a_sample_is_read_from_its_row_group_alone(run):
+    source = open_source(run)
+    table = source.read("train", 1)
+    pq.write_table(table, source.file("train", 1), row_group_size=2)
+    for row in range(table.num_rows):
+        assert source.read("train", 1, rows=range(row, row + 1)).to_pylist() == table.slice(row, 1).to_pylist()
+    assert source.read("train", 1, rows=range(1, 4)).to_pylist() == table.slice(1, 3).to_pylist()
+
+
+def test_the_same_prompt_is_found_in_other_steps(run):
+    found = Viewer([open_source(run)]).same_prompt(0, "p1")
+    assert found["found"] == [{"split": "train", "step": 1, "row": 0}, {"split": "train", "step": 2, "row": 2}]
+    assert found["searched"] == found["of"] == 2
+
+
+# Runs and metrics ----------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_read_as_they_grow_and_anew_after_a_resume(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "reward": 0.5, "time/step_s": 2.0}\n{"step": 2, "rew')
+    log = MetricsLog(file)
+    log.refresh()
+    assert list(log.series["reward"].values) == [0.5]
+    with file.open("a") as opened:
+        opened.write('ard": null, "time/step_s": 3.0}\nnot json\n{"step": 3, "reward": 1.5}\n')
+    log.refresh()
+    assert thin(log.series["reward"]) == {"x": [1, 2, 3], "y": [0.5, None, 1.5]}
+    assert list(log.seconds.values) == [2.0, 5.0, 5.0]
+    assert log.damaged == [3]
+    file.with_name("new").write_text('{"step": 1, "reward": 0.25}\n')
+    os.replace(file.with_name("new"), file)  # as a run that resumes does
+    log.refresh()
+    assert thin(log.series["reward"]) == {"x": [1], "y": [0.25]}
+
+
+def test_a_thinned_curve_keeps_its_peaks_and_its_ends():
+    series = Series()
+    for step in range(10_000):
+        series.append(step, 100.0 if step == 4321 else -50.0 if step == 9 else step / 10_000)
+    points = thin(series, 400)
+    assert len(points["x"]) <= 402
+    assert (points["x"][0], points["x"][-1]) == (0, 9999)
+    assert max(points["y"]) == 100.0
+    assert min(points["y"]) == -50.0
+    assert points["x"] == sorted(points["x"])
+
+
+def test_a_killed_run_counts_as_stopped_and_a_locked_one_as_training(run):
+    (run / "metrics.jsonl").touch()
+    os.utime(run / "metrics.jsonl", (0, 0))
+    viewer = Viewer([open_source(run)])
+    assert viewer.runs()[0]["state"] == "stopped"
+    import fcntl
+
+    with (run / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert viewer.runs()[0]["state"] == "training"
+    (run / "model").mkdir()
+    assert viewer.runs()[0]["state"] == "finished"
+
+
+def test_runs_are_named_by_as_much_of_their_path_as_tells_them_apart():
+    assert unique_names([Path("/x/runs/a"), Path("/x/runs/b")]) == ["a", "b"]
+    assert unique_names([Path("/x/a/rl"), Path("/x/b/rl")]) == ["a/rl", "b/rl"]
+    assert unique_names([Path("/x/demo/rl")]) == ["demo/rl"]
+
+
+def test_steps_chosen_for_diagnostics_stay_chosen_as_a_run_grows():
+    assert evenly_spaced(range(1, 8), 200) == [1, 2, 3, 4, 5, 6, 7]
+    few, more = evenly_spaced(range(1, 500), 200), evenly_spaced(range(1, 700), 200)
+    assert set(few[:-1]) <= set(more)
+    assert len(more) <= 201
+    assert from_coarse_to_fine([1, 2, 3, 4, 5]) == [5, 1, 3, 2, 4]
+
+
+def test_a_secret_in_a_recipe_is_not_shown(tmp_path):
+    recipe = {"rewards.1.url": "https://user:hunter2hunter2@judge.example/v1"}
+    run = make_run(tmp_path / "made", {1: [scored_group("p", ["a", "b"], [1.0, 0.0])]}, recipe=recipe)
+    assert "hunter2" not in json.dumps(Viewer([open_source(run)]).runs())
+
+
+# Diagnostics ---------------------------------------------------------------------------------------------------------
+
+
+def test_length_correlation_is_taken_within_groups(tmp_path):
+    # Longer answers are better within each group, although the prompt with longer answers has lower rewards.
+    short = scored_group("p1", ["a", "b"], [0.8, 1.0], tokens=[1, 2])
+    long = scored_group("p2", ["c", "d"], [0.0, 0.2], tokens=[11, 12])
+    series = Viewer([open_source(make_run(tmp_path / "made", {1: [short, long]}))]).diagnostics(0)["series"]
+    assert series["length correlation"]["y"] == [1.0]
+    assert series["length"]["y"] == [6.5]
+
+
+def test_duplicates_echoes_and_variety(tmp_path):
+    echo = scored_group("p", ["one two three", "one two three", "six"], [1.0, 1.0, 0.0], prompt="Say: one two three")
+    series = Viewer([open_source(make_run(tmp_path / "made", {1: [echo]}))]).diagnostics(0)["series"]
+    assert series["duplicates"]["y"] == [pytest.approx(1 / 3, rel=1e-5)]
+    assert series["copied from the prompt"]["y"] == [1.0]
+    assert series["distinct-2"]["y"] == [0.5]  # one two, two three, of four
+    assert "length correlation" not in series  # three samples are too few
+
+
+def test_judge_against_rule_where_both_spoke(tmp_path):
+    parts = [{"exact": 1.0, "tone": 0.0}, {"exact": 0.0, "tone": 1.0}, {"exact": 1.0, "tone": 0.0}, {"exact": 0.0, "tone": 1.0}]
+    group = scored_group("p", list("abcd"), [1.0, 0.0, 1.0, 0.0], parts=[*parts])
+    series = Viewer([open_source(make_run(tmp_path / "made", {1: [group]}))]).diagnostics(0)["series"]
+    assert series["agreement/tone and exact"]["y"] == [-1.0]
+
+
+# Search --------------------------------------------------------------------------------------------------------------
+
+
+def test_search_finds_text_from_the_newest_step_back(run):
+    hits = search(open_source(run), Query("2"))["hits"]
+    assert [(hit["step"], hit["row"]) for hit in hits] == [(2, 2), (1, 0)]
+    assert [hit["found"] for hit in search(open_source(run), Query("TWO W"))["hits"]] == ["two w", "two w"]
+    assert [hit["found"] for hit in search(open_source(run), Query(r"^[xy]$", is_regex=True))["hits"]] == ["x", "y"]
+
+
+def test_search_filters_by_reward_failure_source_and_step(run):
+    def rows(**filters) -> list[tuple[int, int]]:
+        return [(hit["step"], hit["row"]) for hit in search(open_source(run), Query(**filters))["hits"]]
+
+    assert rows(failure="timeout") == rows(failure="any") == [(2, 0)]
+    assert rows(least=0.2, greatest=0.6) == [(2, 1), (2, 4), (1, 2)]
+    assert rows(data_source="echo") == [(1, 3), (1, 4)]
+    assert rows(step=1, least=1.0) == [(1, 0), (1, 3), (1, 4)]
+
+
+def test_a_regular_expression_that_cannot_be_read_or_never_ends_is_one_line(run, tmp_path):
+    with pytest.raises(PlauditError, match="cannot be read"):
+        search(open_source(run), Query("(", is_regex=True))
+    slow = make_run(tmp_path / "slow", {1: [scored_group("p", ["a" * 200 + "b"], [1.0], tokens=[1])]})
+    with pytest.raises(PlauditError, match="simplify"):
+        search(open_source(slow), Query(r"^(a|aa)+(a|aa)+$", is_regex=True))
+
+
+# Dumps of others -----------------------------------------------------------------------------------------------------
+
+
+def test_verl_dumps(tmp_path):
+    for step in (1, 2, 10):
+        rows = [{"input": "user\nWhat is 2 + 2?", "output": text, "gts": "4", "score": score, "step": step, "acc": score == 1.0}
+                for text, score in (("4", 1.0), ("5", 0.0))]  # fmt: skip
+        (tmp_path / f"{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    viewer = Viewer([open_source(tmp_path)])
+    assert viewer.steps(0)["train"] == [1, 2, 10]
+    (group,) = viewer.step(0, "train", 10)["groups"]
+    assert (group["mean"], group["rows"], group["parts"]) == (0.5, 2, {"acc": 0.5})
+    assert viewer.sample(0, "train", 2, 1)["response"] == "5"
+    assert viewer.metrics(0)["series"]["reward"] == {"x": [1, 2, 10], "y": [0.5, 0.5, 0.5]}
+
+
+def test_trl_dumps(tmp_path):
+    for step in (5, 10):
+        rows = [{"step": step, "prompt": "Hi", "completion": text, "brevity": 1.0 - i, "politeness": 0.5, "advantage": 0.7 - i}
+                for i, text in enumerate(("Hello.", "Hello, hello."))]  # fmt: skip
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"completions_{step:05d}.parquet")
+    viewer = Viewer([open_source(tmp_path)])
+    assert viewer.steps(0)["train"] == [5, 10]
+    sample = viewer.sample(0, "train", 10, 0)
+    assert (sample["response"], sample["advantage"]) == ("Hello.", 0.7)
+    assert sample["parts"] == {"brevity": 1.0, "politeness": 0.5}
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_no_run(tmp_path):
+    with pytest.raises(RunError, match="does not exist"):
+        open_source(tmp_path / "nothing")
+    with pytest.raises(RunError, match=r"not a run folder \(it has no run.json\)"):
+        open_source(tmp_path)
+    make_run(tmp_path / "rl", {})
+    with pytest.raises(RunError, match=f"plaudit view {tmp_path / 'rl'}"):
+        open_source(tmp_path)
+
+
+def test_a_damaged_parquet_file_affects_no_other_step(run):
+    file = run / "samples/train_000001.parquet"
+    file.write_bytes(file.read_bytes()[:-50])
+    viewer = Viewer([open_source(run)])
+    with pytest.raises(NotThere, match=r"train_000001.parquet cannot be read: .* Other steps are not affected"):
+        viewer.step(0, "train", 1)
+    assert viewer.step(0, "train", 2)["groups"]
+    assert viewer.diagnostics(0)["series"]["reward"]["x"] == [2]
+    assert search(open_source(run), Query("2"))["hits"]
+
+
+def test_a_run_that_is_deleted_meanwhile(run):
+    viewer = Viewer([open_source(run)])
+    viewer.metrics(0)
+    shutil.rmtree(run)
+    assert viewer.runs()[0]["state"] == "gone"
+    assert viewer.metrics(0)["series"] == {}
+    assert viewer.diagnostics(0)["series"] == {}
+    with pytest.raises(NotThere, match="no train samples of step 1"):
+        viewer.step(0, "train", 1)
+
+
+def test_nothing_is_written_to_a_run(run):
+    before = files_of(run)
+    viewer = Viewer([open_source(run), open_source(run)])
+    viewer.runs(), viewer.metrics(0), viewer.diagnostics(1), viewer.step(0, "train", 1), viewer.same_prompt(0, "p1")
+    search(viewer.source(0), Query("2"))
+    assert files_of(run) == before
