@@ -19,7 +19,7 @@ from plaudit.errors import RecipeError
 from plaudit.models.attention import packed_arguments
 from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.folder import architecture, read_config, require_matching_tokenizer
-from plaudit.models.fused import prepare_layers
+from plaudit.models.fused import merge_adapters, prepare_layers
 from plaudit.models.lora import attach_lora
 from plaudit.models.scalar import read_value_head
 from plaudit.models.sharded import in_forward_pass
@@ -82,6 +82,8 @@ def load_classifier(
     prepare_layers(model.get_decoder(), liger=recipe.liger)
     verify_packed_states(model.get_decoder())
     peft = attach_lora(model, recipe.lora, seed, head=HEAD, section=section) if recipe.lora is not None else None
+    if peft is not None:
+        merge_adapters(model.get_decoder())
     checkpoint_layers(model, recipe)
     model.train()
     return TrainableModel(model, template, recipe.lora, peft)

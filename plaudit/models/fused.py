@@ -8,6 +8,7 @@ products is one fused operation that saves less for the backward pass.
 Layers remain transformers' own modules with their own weights and forwards; only packed batches take the path here.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from plaudit.models.attention import attend_packed, window_of
 from plaudit.models.heads import Heads, Rotation
 from plaudit.models.liger import use_liger
+from plaudit.models.merged import has_merged, merged_product_of, use_merged
 from plaudit.models.products import fused_view, fused_weight_and_bias, product, split_k_product, uses_split_k
 from plaudit.models.residual import has_fp32_residual, is_supported_family, keep_residual_fp32
 
@@ -42,10 +44,18 @@ def fuse_layers(model: PreTrainedModel) -> None:
     decoder.norm.__class__ = _with(_FusedNorm, type(decoder.norm))
 
 
+def merge_adapters(model: PreTrainedModel) -> None:
+    """Compute a model's adapters, which it got after its layers were fused, on the fused path too."""
+    if all(isinstance(layer, _FusedLayer) for layer in model.get_decoder().layers):  # pyright: ignore
+        use_merged(model, linears_by_input)
+
+
 def can_fuse(model: PreTrainedModel) -> bool:
     """Whether all modules are of a supported kind and none has been replaced."""
     if not is_supported_family(model) or model.config.hidden_act != "silu":
         return False
+    if has_merged(model):
+        return True
     return all(type(m) is nn.Linear for m in model.get_decoder().modules() if hasattr(m, "in_features"))
 
 
@@ -92,7 +102,7 @@ class _FusedLayer(nn.Module):
         (q, k, v), (o,), (gate, up), (down,) = linears = linears_by_input(layer)
         attention = layer.self_attn
         packed = kwargs.get("cu_seq_lens_q") is not None and kwargs.get("kv") is None and _kernels_run_on(hidden_states)
-        if not packed or any(type(module) is not nn.Linear for modules in linears for module in modules):
+        if not packed or not all(_is_fused(modules) for modules in linears):
             return super().forward(hidden_states, **kwargs)
         first, second = layer.input_layernorm, layer.post_attention_layernorm
         x_TD, starts, longest, size = hidden_states[0], kwargs["cu_seq_lens_q"], kwargs["max_length_q"], attention.head_dim
@@ -112,7 +122,16 @@ class _FusedLayer(nn.Module):
         return x_TD[None] + _product(gated_TI, down)[None]  # pyright: ignore (not a view: FSDP hooks into its gradient)
 
 
+def _is_fused(modules: Sequence[nn.Module]) -> bool:
+    return merged_product_of(modules) is not None or all(type(module) is nn.Linear for module in modules)
+
+
 def _product(x_TD: Tensor, *modules: nn.Linear) -> Tensor:
+    merged = merged_product_of(modules)
+    if merged is not None:
+        if not merged.disabled:
+            return merged(x_TD)
+        modules = tuple(merged.base_layers)
     biases = [] if modules[0].bias is None else [module.bias for module in modules]
     return _Product.apply(x_TD, len(modules), *(module.weight for module in modules), *biases)  # pyright: ignore
 

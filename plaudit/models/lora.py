@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from plaudit.errors import RecipeError
 from plaudit.lora_folder import LoraFolder
 from plaudit.models.host_memory import HostMemory
+from plaudit.models.merged import merged_weight_of
 from plaudit.models.sharded import is_sharded, iter_some, iter_whole
 from plaudit.recipe import LoraSettings
 
@@ -101,10 +102,15 @@ def _iter_own_names(model: nn.Module, *, merge: bool) -> Iterator[tuple[str, Ten
         owner, _, leaf = name.rpartition(".base_layer.")
         if owner in layers:
             if leaf == "weight" and merge:
-                delta = layers[owner].get_delta_weight("default")  # pyright: ignore
-                tensor = (tensor.float() + delta.float()).to(tensor.dtype)
+                tensor = _merged_weight(layers[owner], tensor)
             name = f"{owner}.{leaf}"
         yield name, tensor
+
+
+def _merged_weight(layer: Any, base: Tensor) -> Tensor:
+    """The one that is trained with; if peft computes the layer, the sum rounded once."""
+    merged = merged_weight_of(layer)
+    return (base.float() + layer.get_delta_weight("default").float()).to(base.dtype) if merged is None else merged
 
 
 class Adapters:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from plaudit.models.host_memory import HostMemory
+from plaudit.models.merged import drop_merged
 from plaudit.models.weights import release_memory
 from plaudit.world import World, all_gather
 
@@ -102,6 +103,7 @@ def shard_model(model: PreTrainedModel, world: World, *, offload: bool = False) 
     mesh = DeviceMesh.from_group(dist.group.WORLD, world.device.type)
     policy = CPUOffloadPolicy() if offload and world.device.type == "cuda" else OffloadPolicy()
     computes_in = model.dtype
+    drop_merged(model)  # it would be a whole copy of the weights in each process
     model.__class__ = _with_passes(type(model))
     model.computes_in, model.computes_on, model.shared_by = computes_in, world.device, world  # pyright: ignore (its class has changed)
     for module in (*_units(model), model):

@@ -24,7 +24,7 @@ from plaudit.lora_folder import read_lora_folder
 from plaudit.models import attention
 from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.folder import config_to_load, count_labels
-from plaudit.models.fused import prepare_layers
+from plaudit.models.fused import merge_adapters, prepare_layers
 from plaudit.models.host_memory import HostMemory
 from plaudit.models.lora import PEFT_PREFIX, attach_lora, iter_merged_weights, merge_lora, merged_weights, saved_by_peft
 from plaudit.models.sharded import gather_on_host, is_sharded, iter_some, iter_whole
@@ -147,6 +147,8 @@ def load_policy(recipe: ModelSettings, template: ChatTemplate, device: torch.dev
     stop_at_end_of_turn(model, template)
     fix_generation_config(model)
     peft = attach_lora(model, recipe.lora, seed) if recipe.lora is not None else None
+    if peft is not None:
+        merge_adapters(model)
     checkpoint_layers(model, recipe)
     model.train()
     return TrainableModel(model, template, recipe.lora, peft, read_response_files(recipe.path))

@@ -20,6 +20,7 @@ from plaudit.models.attention import window_of
 from plaudit.models.fused import linears_by_input
 from plaudit.models.heads import Heads, Rotation, next_power_of_2
 from plaudit.models.layer_blocks import ReceivedStates, own_layers
+from plaudit.models.merged import merge_all, merged_product_of
 from plaudit.models.products import fused_weight_and_bias, product, split_k_product, uses_split_k
 from plaudit.models.residual import has_fp32_residual
 from plaudit.rollout.native.attention import DecodeStep, PrefillStep, ScoringStep
@@ -30,7 +31,7 @@ MAX_POSITIONS = 1 << 17  # rotary tables are computed up to here in advance, bey
 
 def addresses(model: PreTrainedModel) -> list[tuple[int, torch.dtype]]:
     """Addresses and dtypes of the weights."""
-    return [(parameter.data_ptr(), parameter.dtype) for parameter in model.parameters()]
+    return [(tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers())]
 
 
 class ModuleDecoder:
@@ -57,7 +58,8 @@ class _Fused:
     """Linear layers over the same input, as one product."""
 
     def __init__(self, modules: Sequence[nn.Linear]):
-        self.weight, self.bias = fused_weight_and_bias(modules)
+        merged = merged_product_of(modules)
+        self.weight, self.bias = fused_weight_and_bias(modules) if merged is None else (merged.weight_OI, merged.bias_O)
         self.prepacked: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
@@ -91,6 +93,7 @@ class FusedDecoder:
 
     def refresh(self, longest: int) -> bool:
         """Before a call: fuse the weights again if they have moved. True if any address has changed."""
+        merge_all(self.model)
         moved = self._addresses != addresses(self.model)
         if moved:
             decoder: Any = self.model.get_decoder()

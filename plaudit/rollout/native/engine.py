@@ -7,7 +7,8 @@
         collect the results of the previous step               (so the device never waits for the host)
         yield the samples that have ended
 
-On the trainer's own model a sync has nothing to copy. LoRA adapters are used unmerged. The KV cache is allocated for the
+On the trainer's own model a sync has nothing to copy. LoRA is sampled with the merged weights that it is trained
+with, if the trainer's layers are fused, else unmerged. The KV cache is allocated for the
 duration of a call; when it is full, the sequence that has written least is preempted and resumed later.
 """
 
@@ -145,7 +146,8 @@ class NativeEngine(Engine):
         return cache, cache.allocate(blocks, min_blocks=per_row + 1)
 
     def _cache_budget(self) -> int:
-        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return max(0, int(CACHE_SHARE[self.device.type] * (total_memory(self.device) - weights - self.reserved_bytes)))
 
     def _rows_for(self, count: int) -> BatchRows:

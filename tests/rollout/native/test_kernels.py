@@ -952,3 +952,61 @@ def test_scoring_passes_match_modules(tiny_models, monkeypatch, kind, dtype):
         assert found.dtype == expected.dtype
         error = (found.float() - expected.float()).abs().max().item()
         assert error < (1e-4 if dtype == torch.float32 else 0.06), ops.__name__
+
+
+@pytest.mark.grid(1)
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("llama", "all-linear"), ("qwen2", ("q_proj", "v_proj", "up_proj")), ("qwen3", "all-linear")]
+)
+def test_merged_adapters(tiny_models, monkeypatch, kind, targets):
+    """Hidden states and the adapters' gradients are peft's; without adapters the states are the base model's; after a change of an
+    adapter, all of it again."""
+    from plaudit.data.pack import pack
+    from plaudit.models.attention import packed_arguments
+    from plaudit.models.lora import attach_lora, iter_merged_weights
+    from plaudit.models.merged import has_merged
+    from plaudit.models.trainable import load_model
+    from plaudit.recipe import LoraSettings, ModelSettings
+    from plaudit.types import Example
+
+    recipe = ModelSettings(path=str(tiny_models[kind]), dtype="float32")
+    theirs, ours = (load_model(recipe, DEVICE) for _ in range(2))
+    monkeypatch.setattr(fused, "_kernels_run_on", lambda x: True)
+    fused.fuse_layers(ours)
+    lora = LoraSettings(rank=3, alpha=5.0, targets=targets)
+    wrapped = [attach_lora(model, lora, seed=1) for model in (theirs, ours)]
+    fused.merge_adapters(ours)
+    assert has_merged(ours)
+    assert not has_merged(theirs)
+    sequences = [np.arange(length) % 300 for length in (3, 1, 2)]
+    batch = pack([Example(tokens, np.zeros(len(tokens), dtype=bool)) for tokens in sequences], DEVICE)
+    output_grad = torch.randn(6, theirs.config.hidden_size, generator=generator(0)).to(DEVICE)
+
+    def states(model):
+        return model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
+
+    for change in (0.05, 0.1):
+        for model in (theirs, ours):
+            model.zero_grad()
+            with torch.no_grad():
+                for i, (name, parameter) in enumerate(model.named_parameters()):
+                    if ".lora_" in name:
+                        parameter += change * torch.randn(parameter.shape, generator=generator(i)).to(DEVICE)
+            model.found = states(model)
+            (model.found * output_grad).sum().backward()
+        torch.testing.assert_close(ours.found, theirs.found, rtol=1e-5, atol=1e-5)
+        for (name, expected), (_, parameter) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):
+            if ".lora_" in name:
+                size = expected.grad.abs().max().item()
+                torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-5 * size, msg=lambda m, n=name: n + m)
+            else:
+                assert parameter.grad is None, name
+    plain = []
+    for model, peft in zip((theirs, ours), wrapped, strict=True):
+        with peft.disable_adapter(), torch.no_grad():
+            plain.append(states(model))
+    torch.testing.assert_close(plain[1], plain[0], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(plain[1], ours.found, atol=1e-3)
+    merged = dict(iter_merged_weights(ours))
+    for name, expected in iter_merged_weights(theirs):
+        torch.testing.assert_close(merged[name], expected, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: n + m)

@@ -1,0 +1,240 @@
+"""LoRA computed with merged weights: forward and backward passes cost less than those of full training.
+
+    W' = W + s B A           rounded to W's dtype, computed again whenever A or B have changed
+    y  = x W'ᵀ               the sampler's product, to the bit
+    dx = dy W'
+    dB = s dyᵀ (x Aᵀ)        small products: A is [rank, in], B is [out, rank]
+    dA = s (dy B)ᵀ x
+
+Updates are far smaller than the spacing of bf16, so rounding to nearest would drop most of them: W is itself a bf16 number, and
+W + ΔW would be W until ΔW is half a spacing. Instead, noise that depends on an element's place alone decides whether it is rounded
+up or down, with the probability that keeps its mean. An element without an update is left as it is.
+
+W stays next to W' for the reference (the policy without adapters) and to merge again. Adapters remain peft's: trained, saved and
+sent to engines as ever. Layers with dropout on adapters, with adapters of another kind or without any take peft's own way.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from plaudit.models.products import fuse_parameters, product, split_k_product, uses_split_k
+
+ROWS_AT_ONCE = 1 << 24
+"""Elements that are merged at once without a kernel, to bound the memory for fp32 copies."""
+
+
+class Adapter:
+    """A and B of one linear layer."""
+
+    def __init__(self, module: Any, rows: slice):
+        self.module, self.rows = module, rows
+        self.a_RI: nn.Parameter = module.lora_A["default"].weight
+        self.b_OR: nn.Parameter = module.lora_B["default"].weight
+        self.scale: float = module.scaling["default"]
+
+
+class MergedProduct:
+    """Linear layers over the same input, of which at least one has an adapter, as one product."""
+
+    def __init__(self, modules: Sequence[nn.Module], owner: nn.Module, buffer: str):
+        """The merged weight becomes a buffer of `owner`, so that it is moved with its weights; it is not saved."""
+        self._owner, self._buffer = owner, buffer
+        bases: list[Any] = [getattr(module, "base_layer", module) for module in modules]
+        self.base_layers = bases
+        self.adapters: list[Adapter] = []
+        at = 0
+        for module, base in zip(modules, bases, strict=True):
+            rows = slice(at, at + base.out_features)
+            at = rows.stop
+            if base is not module:
+                self.adapters.append(Adapter(module, rows))
+                module.merged_rows = (self, rows)  # pyright: ignore
+        with torch.inference_mode(False):
+            owner.register_buffer(buffer, torch.empty_like(fuse_parameters([base.weight for base in bases])), persistent=False)
+        self._merged: list[tuple[int, int]] | None = None
+
+    @property
+    def disabled(self) -> bool:
+        """Whether peft has been told to leave adapters out."""
+        return self.adapters[0].module.disable_adapters
+
+    @property
+    def weight_OI(self) -> Tensor:
+        return self._owner._buffers[self._buffer]  # pyright: ignore
+
+    @property
+    def bias_O(self) -> Tensor | None:
+        return None if self.base_layers[0].bias is None else fuse_parameters([base.bias for base in self.base_layers])
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """If anything has changed since the last time. Parameters count the changes made to them."""
+        factors = [factor for adapter in self.adapters for factor in (adapter.a_RI, adapter.b_OR)]
+        now = [(factor._version, factor.data_ptr()) for factor in (*factors, self.weight_OI)]
+        if now == self._merged:
+            return
+        base = fuse_parameters([one.weight for one in self.base_layers])
+        weight_OI, at = self.weight_OI, 0
+        for adapter in self.adapters:
+            rows = adapter.rows
+            weight_OI[at : rows.start].copy_(base[at : rows.start])
+            merge_into(weight_OI[rows], base[rows], adapter.a_RI, adapter.b_OR, adapter.scale)
+            at = rows.stop
+        weight_OI[at:].copy_(base[at:])
+        self._merged = [(factor._version, factor.data_ptr()) for factor in (*factors, self.weight_OI)]
+
+    def drop(self) -> None:
+        del self._owner._buffers[self._buffer]
+        for adapter in self.adapters:
+            del adapter.module.merged_rows
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        factors = [factor for adapter in self.adapters for factor in (adapter.a_RI, adapter.b_OR)]
+        return _MergedProduct.apply(x_TI, self, *factors)  # pyright: ignore
+
+
+class _MergedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, merged: MergedProduct, *factors: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TI, *factors)
+        ctx.merged = merged
+        weight_OI, bias_O = merged.weight_OI, merged.bias_O
+        if len(merged.base_layers) == 1 and uses_split_k(x_TI, weight_OI, bias_O):
+            from plaudit.models.kernels import sum_splits
+
+            return sum_splits(split_k_product(x_TI, weight_OI), x_TI.dtype)
+        return product(x_TI, weight_OI, bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TO: Tensor):  # pyright: ignore
+        x_TI, *factors = ctx.saved_tensors
+        merged: MergedProduct = ctx.merged
+        grad_x_TI = grad_TO @ merged.weight_OI if ctx.needs_input_grad[0] else None
+        a_KI = torch.cat([a.to(x_TI.dtype) for a in factors[::2]])  # K: the ranks of all adapters
+        ranks = [len(a) for a in factors[::2]]
+        in_a_TK = x_TI @ a_KI.T
+        in_b_TK = torch.empty_like(in_a_TK)
+        grads: list[Tensor] = []
+        for adapter, b_OR, in_a_TR, in_b_TR in zip(
+            merged.adapters, factors[1::2], in_a_TK.split(ranks, 1), in_b_TK.split(ranks, 1), strict=True
+        ):
+            own_TO = grad_TO[:, adapter.rows]
+            in_b_TR.copy_(own_TO @ b_OR.to(x_TI.dtype))
+            grads.append(adapter.scale * _in_fp32(own_TO.T, in_a_TR))
+        grads_a = _in_fp32(in_b_TK.T, x_TI).split(ranks)
+        pairs = ((adapter.scale * a, b) for adapter, a, b in zip(merged.adapters, grads_a, grads, strict=True))
+        return grad_x_TI, None, *(grad for pair in pairs for grad in pair)
+
+
+def _in_fp32(x: Tensor, y: Tensor) -> Tensor:
+    """x y, not rounded to half precision: it is a sum over all tokens."""
+    if x.is_cuda and x.element_size() == 2:
+        return torch.mm(x, y, out_dtype=torch.float32)
+    return (x.float() if x.element_size() == 2 else x) @ (y.float() if y.element_size() == 2 else y)
+
+
+# Merging -------------------------------------------------------------------------------------------------------------
+
+
+def merge_into(out_OI: Tensor, base_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
+    """out = base + scale · B A, rounded with the noise of each element's place."""
+    rows = max(1, ROWS_AT_ONCE // base_OI.shape[1])
+    for at in range(0, len(base_OI), rows):
+        some = slice(at, at + rows)
+        exact = torch.addmm(base_OI[some].float(), b_OR[some].float(), a_RI.float(), alpha=scale)
+        out_OI[some].copy_(exact if out_OI.dtype == torch.float32 else _rounded(exact, at, out_OI.dtype))
+
+
+def _rounded(exact_OI: Tensor, first_row: int, dtype: torch.dtype) -> Tensor:
+    """To bf16: the upper half of an fp32 number's bits, after noise of up to one of its units was added to the lower half."""
+    assert dtype == torch.bfloat16
+    rows, columns = exact_OI.shape
+    row = torch.arange(first_row, first_row + rows, device=exact_OI.device, dtype=torch.int32)
+    column = torch.arange(columns, device=exact_OI.device, dtype=torch.int32)
+    noise = _mix(row[:, None] * -1640531527 + column) & 0xFFFF
+    return ((exact_OI.view(torch.int32) + noise) & -0x10000).view(torch.float32).to(dtype)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A well-mixed 32-bit number for each 32-bit number."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -2073319029
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+def use_merged(model: PreTrainedModel, groups_of: Callable[[Any], Sequence[Sequence[Any]]]) -> bool:
+    """Compute the model's adapted layers with merged weights. `groups_of` a layer: its linear modules by shared input. False, and
+    nothing changes, if some adapter is of a kind that this cannot compute."""
+    decoder: Any = model.get_decoder()
+    groups = [(layer, i, modules) for layer in decoder.layers for i, modules in enumerate(groups_of(layer))]
+    if not all(_is_plain(module) for _, _, modules in groups for module in modules):
+        return False
+    products = []
+    for layer, i, modules in groups:
+        if any(hasattr(module, "base_layer") for module in modules):
+            products.append(MergedProduct(modules, layer, f"merged_{i}"))
+    decoder.merged_products = products
+    decoder.register_forward_pre_hook(lambda module, _: merge_all(module))
+    return True
+
+
+def _is_plain(module: Any) -> bool:
+    """A linear layer, or peft's with one adapter and nothing else."""
+    from peft.tuners.lora import Linear
+
+    if type(module) is nn.Linear:
+        return True
+    if type(module) is not Linear or type(module.base_layer) is not nn.Linear:
+        return False
+    dropout = module.lora_dropout["default"] if "default" in module.lora_dropout else nn.Identity()
+    has_dora = bool(getattr(module, "use_dora", {}).get("default"))
+    return (
+        list(module.lora_A) == ["default"]
+        and isinstance(dropout, nn.Identity)
+        and not has_dora
+        and module.lora_B["default"].bias is None
+    )
+
+
+def merge_all(model: PreTrainedModel) -> None:
+    """After adapters may have changed."""
+    for merged in _merged_products(model):
+        merged.merge()
+
+
+def has_merged(model: PreTrainedModel) -> bool:
+    return bool(_merged_products(model))
+
+
+def _merged_products(model: PreTrainedModel) -> list[MergedProduct]:
+    return getattr(model.get_decoder(), "merged_products", [])
+
+
+def merged_weight_of(module: nn.Module) -> Tensor | None:
+    """W' of a module with an adapter, as it is computed with."""
+    merged, rows = getattr(module, "merged_rows", (None, None))
+    if merged is None:
+        return None
+    merged.merge()
+    return merged.weight_OI[rows].detach()
+
+
+def drop_merged(model: PreTrainedModel) -> None:
+    """Compute adapters in peft's way again."""
+    for merged in _merged_products(model):
+        merged.drop()
+    model.get_decoder().merged_products = []  # pyright: ignore
+
+
+def merged_product_of(modules: Sequence[nn.Module]) -> MergedProduct | None:
+    """What computes these modules, which share an input; None if they have no adapters, or if peft computes them."""
+    return next((module.merged_rows[0] for module in modules if hasattr(module, "merged_rows")), None)  # pyright: ignore
