@@ -74,9 +74,7 @@ class MergedProduct:
     @torch.no_grad()
     def merge(self) -> None:
         """If anything has changed since the last time. Parameters count the changes made to them."""
-        factors = [factor for adapter in self.adapters for factor in (adapter.a_RI, adapter.b_OR)]
-        now = [(factor._version, factor.data_ptr()) for factor in (*factors, self.weight_OI)]
-        if now == self._merged:
+        if self._state() == self._merged:
             return
         base = fuse_parameters([one.weight for one in self.base_layers])
         weight_OI, at = self.weight_OI, 0
@@ -86,7 +84,12 @@ class MergedProduct:
             merge_into(weight_OI[rows], base[rows], adapter.a_RI, adapter.b_OR, adapter.scale)
             at = rows.stop
         weight_OI[at:].copy_(base[at:])
-        self._merged = [(factor._version, factor.data_ptr()) for factor in (*factors, self.weight_OI)]
+        self._merged = self._state()
+
+    def _state(self) -> list[tuple[int, int]]:
+        factors = (factor for adapter in self.adapters for factor in (adapter.a_RI, adapter.b_OR))
+        bases = (base.weight for base in self.base_layers)
+        return [(tensor._version, tensor.data_ptr()) for tensor in (*factors, *bases, self.weight_OI)]
 
     def drop(self) -> None:
         del self._owner._buffers[self._buffer]
