@@ -5,7 +5,8 @@ in bf16, whatever else is in the batch (provided the BLAS library accumulates in
 models/products.py). It is also less work: queries, keys and values are one product, as are gate and up, and everything between two
 products is one fused operation that saves less for the backward pass.
 
-Layers remain transformers' own modules with their own weights and forwards; only packed batches take the path here.
+Layers remain transformers' own modules with their own weights and forwards; only packed batches take the path here. LoRA takes it
+with merged weights (models/merged.py).
 """
 
 from collections.abc import Sequence

@@ -32,10 +32,11 @@ to peaks (bench/memory_plan.py, bench/gpu_sft.py): 7 to Qwen2.5's shapes of 0.5B
 
 import math
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
@@ -45,7 +46,7 @@ from plaudit.errors import RecipeError
 from plaudit.lora_folder import with_weights
 from plaudit.model_files import require_weights, tensor_shapes
 from plaudit.models.folder import read_config
-from plaudit.models.fused import can_train_fused
+from plaudit.models.fused import can_train_fused, linears_by_input
 from plaudit.models.logprobs import CHUNK_LOGITS
 from plaudit.models.scalar import TOKENS_PER_PASS, TOKENS_PER_PASS_OF_BLOCKS, scalar_blocks
 from plaudit.models.trainable import resolve_dtype
@@ -87,6 +88,8 @@ class MemoryPlan:
     logits: float
     one_micro_batch: bool
     """Whether no update has more than one."""
+    merged: bool = False
+    """Whether LoRA is computed with merged weights (models/merged.py)."""
 
     @property
     def resident_state(self) -> float:
@@ -133,11 +136,13 @@ def plan_memory(
     trained = counts.trainable
     half = resolve_dtype(recipe.dtype, device) == torch.bfloat16
     size = 2 if half else 4
-    on_kernels = recipe.liger or (half and device.type == "cuda" and not recipe.lora and counts.can_be_fused)
+    fused = half and device.type == "cuda" and counts.can_be_fused and not recipe.liger
+    merged = fused and recipe.lora is not None and not recipe.lora.dropout and sharding != "full"
+    on_kernels = recipe.liger or (fused and (merged or not recipe.lora))
     has_masters = half and not recipe.lora and sharding != "full"
     state = trained * (12 if has_masters else 8) / (1 if sharding == "none" else processes)
     gradients, exchange, gathered = 4.0 * trained, 4.0 * trained, 0.0
-    weights = counts.parameters * size + (trained * 4 if recipe.lora else 0)
+    weights = (counts.parameters + (counts.merged if merged else 0)) * size + (trained * 4 if recipe.lora else 0)
     if sharding == "optimiser":
         in_flight = min(BUCKETS_IN_FLIGHT * max(BUCKET_ELEMENTS, counts.largest), trained)
         gathering = in_flight * (4 if recipe.lora else size) * (1 + 1 / processes)
@@ -164,6 +169,7 @@ def plan_memory(
         if scalar
         else 3 * 4 * CHUNK_LOGITS.get(device.type, 0) + (0 if recipe.lora else 4 * config.vocab_size * shape.hidden),
         one_micro_batch=one_micro_batch,
+        merged=merged,
     )
 
 
@@ -182,6 +188,8 @@ class _Counts(NamedTuple):
     adapted_inputs: int
     """Width of all adapters' inputs."""
     can_be_fused: bool
+    merged: int
+    """Weights that have a merged copy if layers are fused: those of adapted linear layers, and of others over the same input."""
 
 
 _COUNTS: dict[tuple[str, str, LoraSettings | None, bool], _Counts] = {}
@@ -215,9 +223,16 @@ def _count(config: PretrainedConfig, recipe: ModelSettings, *, scalar: bool) -> 
             in_layers=sum(layers),
             adapted_inputs=sum(linear.in_features for linear in adapted),
             # A classifier's decoder is fused like that of any other model.
-            can_be_fused=can_train_fused(model.get_decoder()),
+            can_be_fused=(can_be_fused := can_train_fused(model.get_decoder())),
+            merged=_count_merged(model.get_decoder(), adapted) if can_be_fused else 0,
         )
     return _COUNTS[key]
+
+
+def _count_merged(decoder: Any, adapted: Sequence[torch.nn.Linear]) -> int:
+    groups = (modules for layer in decoder.layers for modules in linears_by_input(layer))
+    found = {id(module) for module in adapted}
+    return sum(m.weight.numel() for modules in groups if any(id(m) in found for m in modules) for m in modules)
 
 
 def _streamed(trainable: float, state: float) -> float:
@@ -370,10 +385,11 @@ def plan_reward_model(
     return RewardModelMemory(parameters, parameters * size, working, elastic=not scalar)
 
 
-def plan_sampling(config: PretrainedConfig, size: int, *, sequences: int, prefill_tokens: int, lora: bool) -> float:
-    """Working memory of the engine: logits, scores and noise in fp32, and a pass over the prompts."""
+def plan_sampling(config: PretrainedConfig, size: int, *, sequences: int, prefill_tokens: int, adapters: bool) -> float:
+    """Working memory of the engine: logits, scores and noise in fp32, and a pass over the prompts, which `adapters` that are not
+    merged compute in fp32."""
     shape = _shape(config)
-    a_pass = prefill_tokens * (size * _working(shape) + (12 * shape.mlp if lora and size == 2 else 0))
+    a_pass = prefill_tokens * (size * _working(shape) + (12 * shape.mlp if adapters and size == 2 else 0))
     return 3 * 4 * sequences * config.get_text_config().vocab_size + a_pass
 
 

@@ -295,7 +295,8 @@ def _engine(
     cache = plan_cache(config, size, sequences=sequences, tokens=length)
     here.append(Need(f"cache: {sequences:,} × {length:,} tokens", ("sampling",), 0.0, cache, part="sampling"))
     prefill = min(PREFILL_TOKENS[device.type], _prompts_of_a_process(recipe, processes) * longest)
-    working = plan_sampling(config, size, sequences=sequences, prefill_tokens=prefill, lora=recipe.model.lora is not None)
+    adapters = recipe.model.lora is not None and not policy.merged
+    working = plan_sampling(config, size, sequences=sequences, prefill_tokens=prefill, adapters=adapters)
     here.append(Need("engine: logits, prompts", ("sampling",), working, part="sampling"))
 
 

@@ -264,7 +264,7 @@ def test_auto_checkpoints_as_few_layers_as_fit(large, rows_file, tmp_path, monke
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("head_size", [16, 24])
 def test_fused_layers_keep_fewer_activations(tiny_models, tmp_path, kind, head_size):
-    """On a GPU and in half precision, for policies and scalar models; with adapters or dropout, layers are not fused."""
+    """On a GPU and in half precision, for policies and scalar models, with merged adapters; dropout is not fused."""
     config = AutoConfig.from_pretrained(tiny_models[kind])
     config.head_dim = head_size  # so that the queries may be wider than the residual stream
     config.save_pretrained(tmp_path)
@@ -283,13 +283,31 @@ def test_fused_layers_keep_fewer_activations(tiny_models, tmp_path, kind, head_s
     in_half = unfused + 8 * h  # norms keep inputs and results in fp32: twice the size
     assert kept(dtype="float32") == kept(dtype="float32", lora=LoraSettings(rank=4)) == unfused
     assert kept("cpu") == in_half
+    assert kept(lora=LoraSettings(rank=4)) == kept(lora=LoraSettings(rank=4), scalar=True) == expected
     adapters = 5 * h + q + f  # elements of their inputs, converted to fp32: twice the size
-    assert kept(lora=LoraSettings(rank=4)) == unfused + 2 * adapters
-    assert kept(lora=LoraSettings(rank=4, targets=("q_proj", "down_proj"))) == unfused + 2 * (h + f)
-    assert kept(lora=LoraSettings(rank=4, dropout=0.1)) == kept(lora=LoraSettings(rank=4)) + 2.5 * adapters
+    assert kept("cpu", lora=LoraSettings(rank=4)) == unfused + 2 * adapters
+    assert kept("cpu", lora=LoraSettings(rank=4, targets=("q_proj", "down_proj"))) == unfused + 2 * (h + f)
+    assert kept(lora=LoraSettings(rank=4, dropout=0.1)) == unfused + (2 + 2.5) * adapters
     config.attention_dropout = 0.1
     config.save_pretrained(tmp_path)
     assert kept() == in_half
+
+
+def test_merged_adapters_have_a_copy_of_their_weights(tiny_models):
+    """Of adapted linear layers and of others over the same input, on a GPU in half precision."""
+
+    def weights(lora: LoraSettings | None = None, device: str = "cuda") -> float:
+        model = ModelSettings(path=str(tiny_models["llama"]), dtype="bfloat16", lora=lora)
+        plan = plan_memory(model, torch.device(device), micro_batch=1000)
+        return plan.weights - (4 * plan.trainable if lora else 0)
+
+    config = AutoConfig.from_pretrained(tiny_models["llama"])
+    h, f, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    q, k = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    attention, mlp = h * (q + 2 * k), 3 * h * f
+    assert weights(LoraSettings(rank=4)) - weights() == 2 * layers * (attention + h * q + mlp)
+    assert weights(LoraSettings(rank=4, targets=("q_proj",))) - weights() == 2 * layers * attention
+    assert weights(LoraSettings(rank=4, dropout=0.1)) == weights(LoraSettings(rank=4), "cpu") == weights()
 
 
 def test_a_plan_counts_no_more_tokens_than_an_update_has(large, rows_file, tmp_path, ppo):

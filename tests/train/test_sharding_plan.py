@@ -51,7 +51,8 @@ def test_each_sharding_by_hand(plan):
 
 def test_each_sharding_with_adapters_by_hand(plan):
     none, optimiser, full = (plan(sharding, 4, **LORA) for sharding in ("none", "optimiser", "full"))
-    assert none.weights == optimiser.weights == 2 * PARAMETERS + 4 * ADAPTERS
+    merged = 2 * (LAYER - 2 * 64)  # all linear layers
+    assert none.weights == optimiser.weights == 2 * (PARAMETERS + merged) + 4 * ADAPTERS
     assert (none.state, optimiser.state) == (8 * ADAPTERS, 2 * ADAPTERS)
     assert (full.weights, full.gradients, full.state) == ((2 * PARAMETERS + 4 * ADAPTERS) / 4, ADAPTERS, 2 * ADAPTERS)
     assert full.gathered == 2 * (2 * LAYER + ROOT) + (2 + 4) * ADAPTERS / 2, "frozen weights have no gradients"

@@ -5,7 +5,8 @@ and larger operations: one product for queries, keys and values, one for gate an
 this, the parameters of a module become views of one contiguous tensor, and remain so for training and saving. There is no second
 copy.
 
-`ModuleDecoder` runs any other model that uses transformers' attention interface (and any with adapters) through its own modules.
+`ModuleDecoder` runs any other model that uses transformers' attention interface (and adapters that are not merged) through its own
+modules.
 """
 
 from collections.abc import Callable, Sequence

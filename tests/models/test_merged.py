@@ -1,0 +1,119 @@
+"""LoRA with merged weights: rounding, sampling, saving. Forward and backward passes: tests/rollout/native/test_kernels.py."""
+
+import numpy as np
+import pytest
+import torch
+
+from plaudit.data.pack import pack
+from plaudit.data.templates import load_template, load_tokenizer
+from plaudit.models.fused import fuse_layers, merge_adapters
+from plaudit.models.logprobs import target_logprobs
+from plaudit.models.lora import iter_merged_weights
+from plaudit.models.merged import drop_merged, has_merged, merge_into
+from plaudit.models.trainable import TrainableModel, load_policy
+from plaudit.recipe import LoraSettings, ModelSettings
+from plaudit.rollout.engine import Request, Sampling, Weights
+from plaudit.rollout.native.decoder import FusedDecoder
+from plaudit.rollout.native.engine import NativeEngine
+from plaudit.types import Example
+
+CPU = torch.device("cpu")
+
+
+def merged(update: float, rows: int = 96, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A bf16 weight, its update in fp32, and the weight with it."""
+    generator = torch.Generator().manual_seed(0)
+    base = (0.03 * torch.randn(rows, columns, generator=generator)).bfloat16()
+    a, b = torch.randn(4, columns, generator=generator), update * torch.randn(rows, 4, generator=generator)
+    out = torch.empty_like(base)
+    merge_into(out, base, a, b, 2.0)
+    return base, 2.0 * b @ a, out
+
+
+@pytest.mark.parametrize("update", [1e-7, 1e-6, 1e-5, 1e-4, 1e-2])
+def test_updates_smaller_than_the_spacing_of_bf16_are_kept_in_the_mean(update):
+    base, delta, out = merged(update, rows=512, columns=1024)
+    change = out.float() - base.float()
+    slope = (change * delta).sum() / (delta * delta).sum()
+    # Each element is one of its two neighbours, so what is lost has a mean of 0 and at most a spacing's size.
+    spacing = 2.0**-7 * (base.float() + delta).abs()
+    noise = (delta.abs() * spacing * delta * delta).sum().sqrt() / (delta * delta).sum()
+    assert abs(slope - 1) < 4 * noise + 1e-3
+    assert ((change - delta).abs() <= spacing).all()
+    if update <= 1e-6:
+        nearest = (base.float() + delta).bfloat16().float() - base.float()
+        assert (nearest * delta).sum() / (delta * delta).sum() < 0.1, "to nearest, nearly all of it would be lost"
+
+
+def test_a_weight_without_an_update_stays_as_it_is_and_merging_repeats():
+    base, _, out = merged(0.0)
+    assert torch.equal(out, base)
+    assert torch.equal(merged(1e-5)[2], merged(1e-5)[2])
+
+
+def test_fp32_is_not_rounded():
+    generator = torch.Generator().manual_seed(0)
+    base, a, b = (torch.randn(shape, generator=generator) for shape in ((8, 6), (2, 6), (8, 2)))
+    out = torch.empty_like(base)
+    merge_into(out, base, a, b, 0.5)
+    torch.testing.assert_close(out, base + 0.5 * b @ a)
+
+
+def load(folder, **lora) -> TrainableModel:
+    policy = load_policy(
+        ModelSettings(path=str(folder), dtype="float32", lora=LoraSettings(rank=4, **lora)),
+        load_template(load_tokenizer(str(folder)), None),
+        CPU,
+    )
+    fuse_layers(policy.model)
+    merge_adapters(policy.model)
+    return policy
+
+
+def shift(policy: TrainableModel, seed: int) -> None:
+    with torch.no_grad():
+        for _, parameter in policy.trainable():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def test_sampling_follows_the_adapters(tiny_models):
+    """The engine runs its fused decoder; its log-probs are the trainer's, also after an update."""
+    policy = load(tiny_models["qwen2"])
+    engine = NativeEngine(policy.model, None)
+    assert isinstance(engine.forward.decoder, FusedDecoder)
+    prompt, found = np.array([5, 9, 200, 31]), []
+    for step in range(3):
+        (sample,) = engine.generate([Request("p", prompt, 1)], Sampling(12, seed=0, step=0))
+        tokens = np.concatenate([prompt, sample.tokens]).astype(np.int32)
+        batch = pack([Example(tokens, np.arange(len(tokens)) >= len(prompt))], CPU)
+        with torch.no_grad():
+            expected = target_logprobs(policy.model.eval(), batch).logprobs_N
+        np.testing.assert_allclose(sample.sampler_logprobs, expected.numpy(), atol=1e-4)
+        found.append(sample.sampler_logprobs[0])
+        shift(policy, step)
+        engine.sync(step + 1, Weights(policy.model))
+    assert len(set(found)) == 3, "the adapters matter"
+
+
+def test_merged_weights_are_saved_after_every_change(tiny_models):
+    policy = load(tiny_models["llama"])
+    for seed in range(2):
+        shift(policy, seed)
+        found = dict(iter_merged_weights(policy.model))
+        plain = load(tiny_models["llama"], dropout=0.1)
+        assert not has_merged(plain.model), "dropout is peft's"
+        for before in range(seed + 1):
+            shift(plain, before)
+        for name, expected in iter_merged_weights(plain.model):
+            torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_peft_computes_what_is_no_longer_merged(tiny_models):
+    policy = load(tiny_models["llama"])
+    shift(policy, 0)
+    before = dict(iter_merged_weights(policy.model))
+    drop_merged(policy.model)
+    assert not has_merged(policy.model)
+    assert not list(policy.model.get_decoder().layers[0].buffers(recurse=False))
+    for name, weight in iter_merged_weights(policy.model):
+        torch.testing.assert_close(before[name], weight, rtol=1e-5, atol=1e-6)
