@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ from plaudit.models import attention
 from plaudit.models.fused import prepare_layers
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.lora import merged_weights
+from plaudit.models.merged import has_merged
 from plaudit.models.trainable import TrainableModel, load_model, load_policy
 from plaudit.objectives.supervised import nll
 from plaudit.prepare.tiny_model import make_tiny_model
@@ -439,10 +441,18 @@ class Subject:
 
 
 def subject_of(
-    folder: Path, dtype: str, device: torch.device, *, lora: bool = False, modules: bool = False, ends: int = 5, **settings
+    folder: Path,
+    dtype: str,
+    device: torch.device,
+    *,
+    lora: Literal["merged", "modules"] | None = None,
+    modules: bool = False,
+    ends: int = 5,
+    **settings,
 ) -> Subject:
     """Freshly initialised weights hardly depend on the input and rarely end: scale them up and add end tokens."""
-    recipe = ModelSettings(path=str(folder), dtype=dtype, lora=LoraSettings(rank=4, alpha=8.0, dropout=0.5) if lora else None)  # pyright: ignore
+    adapters = LoraSettings(rank=4, alpha=8.0, dropout=0.5 if lora == "modules" else 0.0) if lora else None
+    recipe = ModelSettings(path=str(folder), dtype=dtype, lora=adapters)  # pyright: ignore
     policy = load_policy(recipe, load_template(load_tokenizer(str(folder)), None), device)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -459,7 +469,7 @@ def subject_of(
         engine = NativeEngine(policy.model, policy.template.tokenizer, **settings)
     finally:
         forward.can_fuse = can_fuse
-    assert isinstance(engine.forward.decoder, ModuleDecoder if modules or lora else FusedDecoder)
+    assert isinstance(engine.forward.decoder, ModuleDecoder if modules or (lora and not has_merged(policy.model)) else FusedDecoder)
     return Subject(policy, engine, exact, dtype)
 
 
@@ -642,7 +652,8 @@ def checks(folder: Path, device: torch.device) -> Iterator[tuple[str, Callable[[
     for dtype in CLOSE:
         for kind in (*KINDS, WINDOWED):
             yield f"{kind}, {dtype}", partial(check_samples, making(kind, dtype))
-        yield f"LoRA, {dtype}", partial(check_samples, making("qwen2", dtype, lora=True))
+        for lora in ("merged", "modules"):
+            yield f"LoRA, {lora}, {dtype}", partial(check_samples, making("qwen2", dtype, lora=lora))
         yield f"modules as they are, {dtype}", partial(check_samples, making("qwen3", dtype, modules=True))
         for how in ({"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.95, "min_p": 0.01}):
             name = " ".join(f"{name}={value}" for name, value in how.items())
@@ -650,7 +661,8 @@ def checks(folder: Path, device: torch.device) -> Iterator[tuple[str, Callable[[
         yield f"stop strings, {dtype}", partial(check_stops, making("llama", dtype))
         yield f"little memory, {dtype}", partial(check_preempted, making("qwen2", dtype, **small_blocks))
         yield f"training in between, {dtype}", partial(check_training, making("qwen3", dtype))
-        yield f"training in between, LoRA, {dtype}", partial(check_training, making("llama", dtype, lora=True))
+        for lora in ("merged", "modules"):
+            yield f"training in between, LoRA, {lora}, {dtype}", partial(check_training, making("llama", dtype, lora=lora))
 
 
 def check(job: dict, work: Work, report) -> None:
