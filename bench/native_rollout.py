@@ -449,7 +449,7 @@ def subject_of(
     modules: bool = False,
     ends: int = 5,
     **settings,
-) -> Subject:
+) -> Subject:  # fmt: skip
     """Freshly initialised weights hardly depend on the input and rarely end: scale them up and add end tokens."""
     adapters = LoraSettings(rank=4, alpha=8.0, dropout=0.5 if lora == "modules" else 0.0) if lora else None
     recipe = ModelSettings(path=str(folder), dtype=dtype, lora=adapters)  # pyright: ignore

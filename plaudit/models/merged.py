@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from plaudit.models.products import fuse_parameters, product, split_k_product, uses_split_k
 
-ROWS_AT_ONCE = 1 << 24
-"""Elements that are merged at once without a kernel, to bound the memory for fp32 copies."""
+ELEMENTS_AT_ONCE = 1 << 22
+"""Elements that are merged at once, to bound the memory for fp32 copies."""
 
 
 class Adapter:
@@ -147,7 +147,7 @@ def _in_fp32(x: Tensor, y: Tensor) -> Tensor:
 
 def merge_into(out_OI: Tensor, base_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
     """out = base + scale · B A, rounded with the noise of each element's place."""
-    rows = max(1, ROWS_AT_ONCE // base_OI.shape[1])
+    rows = max(1, ELEMENTS_AT_ONCE // base_OI.shape[1])
     for at in range(0, len(base_OI), rows):
         some = slice(at, at + rows)
         exact = torch.addmm(base_OI[some].float(), b_OR[some].float(), a_RI.float(), alpha=scale)
