@@ -21,7 +21,7 @@ from support.recipes import exact_metrics, rl_recipe, write_recipe
 from support.servers import length_judge
 
 pytest.importorskip("ray", reason="needs Ray, one of plaudit's extras: make dev")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 STEPS = 6
 SAVE = ("run.save_every=1", "run.keep_last=2")
 # Rank 1's process kills what the environment names, in the given step and once: `FAULTS="2 actor, 4 machine"`.
