@@ -749,7 +749,7 @@ def test_rewards_do_not_import_torch():
 def test_settings_stay_plain_data_while_rewards_are_open(tmp_path):
     """Equal before and after, picklable, and usable by two runners at once."""
     path = write_function(tmp_path, "def compute_score(solution_str): return 1")
-    entries = [{"kind": "exact"}, {"kind": "math"}, {"kind": "function", "path": str(path)}]
+    entries = [{"kind": "exact"}, {"kind": "math", "workers": 1}, {"kind": "function", "path": str(path), "workers": 1}]
     settings, same = (ScoreRecipe.model_validate({"rewards": entries}).rewards for _ in range(2))
     with RewardRunner(settings) as one, RewardRunner(settings) as other:
         for runner in (one, other):
