@@ -26,6 +26,7 @@ from support.rows import arithmetic_rows
 from support.servers import stand_in_judge
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     notebook = {"__name__": "__main__"}

@@ -763,7 +763,7 @@ def test_the_command_is_installed(tmp_path):
     """`plaudit` next to this Python, and `python -m plaudit`, from any folder."""
     script = Path(sys.executable).with_name("plaudit")
     for command in ([str(script)], [sys.executable, "-m", "plaudit"]):
-        done = subprocess.run([*command, "--version"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*command, "--version"], cwd=tmp_path, capture_output=True, text=True, timeout=250)
         assert (done.returncode, done.stdout) == (0, f"plaudit {__version__}\n"), done.stderr
 
 

@@ -96,6 +96,7 @@ print((before - psutil.Process().memory_info().rss) // 2**23)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
 @pytest.mark.parametrize(("chosen", "returned"), [(None, 10), (str(2**25), 0)])
 def test_freed_tensors_return_their_memory_unless_the_user_says_otherwise(chosen, returned):

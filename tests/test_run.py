@@ -468,7 +468,7 @@ for event in range(100):
 
 def test_a_folder_that_is_being_replaced_survives_kill_9(tmp_path):
     """At any moment: the old one or the new one is found, complete."""
-    done = subprocess.run([sys.executable, "-c", REPLACE_AND_DIE, tmp_path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", REPLACE_AND_DIE, tmp_path], capture_output=True, text=True, timeout=250)
     moments = int(done.stdout)
     found = []
     for moment in range(moments + 1):

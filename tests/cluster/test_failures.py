@@ -24,7 +24,7 @@ from support.ranks import samples, train_with, weight_difference
 from support.recipes import exact_metrics, rl_recipe, write_recipe
 
 pytestmark = pytest.mark.slow
-LIMIT_S = 300.0
+LIMIT_S = 900.0
 STEPS = 24
 FAULTY_ENGINE = """
 import os, signal, time
@@ -43,8 +43,6 @@ class Faulty(NativeEngine):
 
 def fail(how):
     match how:
-        case "raises":
-            raise ZeroDivisionError("a bug")
         case "hangs":
             time.sleep(600)
         case "is killed":
@@ -86,7 +84,7 @@ class Launched:
             resumed = metrics.exists() and metrics.stat().st_mtime > began  # by what is left of earlier ones
             if len(ranks) == 2 and resumed and RunProgress(run, {}).steps_done() >= steps:
                 return ranks
-            time.sleep(0.02)
+            time.sleep(0.1)
         raise AssertionError(self.output.read_text(errors="replace"))
 
     def wait(self) -> tuple[int, str]:
@@ -144,13 +142,15 @@ def launch(tmp_path) -> Iterator:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("raises", r"step 2: rank 1: rollout\.engine Faulty: ZeroDivisionError: a bug \(\S+faulty\.py:\d+\)\. Fix it and run"),
         (
             "hangs",
             r"rank 1 \(step 2, sampling\) has made no progress for 20 s\. If it was still at work, raise cluster\.timeout_s\.",
         ),
         ("is killed", r"rank 1 \(step 2, sampling\) was killed by SIGKILL, as happens when the system's memory runs out\."),
-        ("has no memory left", r"step 2: rank 1: rollout\.engine Faulty: RuntimeError: .*allocate.* memory.*Fix it and run"),
+        (
+            "has no memory left",
+            r"step 2: rank 1: rollout\.engine Faulty: RuntimeError: .*allocate.* memory.* \(\S+faulty\.py:\d+\)\. Fix it and run",
+        ),
     ],
 )
 def test_a_rank_of_a_training_run(tmp_path, tiny_model, prompts_file, launch, how, message):

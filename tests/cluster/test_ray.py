@@ -15,13 +15,13 @@ import yaml
 from plaudit.cluster.ray_node import running_nodes
 from support.models import make_classifier
 from support.paths import REPOSITORY, TESTS
-from support.ranks import samples, weight_difference
+from support.ranks import samples, train_with, weight_difference
 from support.ray_nodes import LIMIT_S, RayNodes
 from support.recipes import exact_metrics, rl_recipe, write_recipe
 from support.servers import length_judge
 
 pytest.importorskip("ray", reason="needs Ray, one of plaudit's extras: make dev")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 STEPS = 6
 SAVE = ("run.save_every=1", "run.keep_last=2")
 # Rank 1's process kills what the environment names, in the given step and once: `FAULTS="2 actor, 4 machine"`.
@@ -97,12 +97,15 @@ def work(tmp_path_factory, tiny_model, prompts_file) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(work, nodes, tmp_path_factory) -> Path:
-    """Two processes without Ray."""
-    folder = tmp_path_factory.mktemp("reference") / "run"
-    train(nodes, work, folder, "cluster.gpus=2").wait(LIMIT_S)
-    assert (folder / "model").exists(), (folder.parent / "output").read_text()
-    return folder
+def reference(work, tmp_path_factory) -> Path:
+    return train_without_ray(work, tmp_path_factory.mktemp("reference") / "run")
+
+
+def train_without_ray(work: Path, run: Path, recipe: str = "r.yaml") -> Path:
+    """By two processes."""
+    os.chdir(work)
+    train_with(2, "rl", Path(recipe), f"run.dir={run}", *SAVE)
+    return run
 
 
 def train(
@@ -243,19 +246,15 @@ def test_a_wrong_token_is_refused(nodes):
 def test_reward_models_with_gpus_of_their_own(nodes, work, models, tmp_path):
     """Two reward workers alongside the ranks: the run is that of two processes that share the models. One worker is killed."""
 
-    def run(name: str, rewards: list[dict[str, Any]], *settings: str, **environment: str) -> tuple[Path, str]:
-        tree = yaml.safe_load((work / "r.yaml").read_text())
-        write_recipe(work / "models.yaml", {**tree, "rewards": rewards, "run": {**tree["run"], "deterministic": True}})
-        (folder := tmp_path / name).mkdir()
-        code = train(nodes, work, folder / "run", *settings, recipe="models.yaml", **environment).wait(LIMIT_S)
-        print(output := (folder / "output").read_text())
-        assert code == 0, output
-        return folder / "run", output
-
-    reference, _ = run("reference", models["on ranks"], "cluster.gpus=2")
+    tree = yaml.safe_load((work / "r.yaml").read_text())
+    for name, rewards in models.items():
+        write_recipe(work / f"{name}.yaml", {**tree, "rewards": rewards, "run": {**tree["run"], "deterministic": True}})
+    reference = train_without_ray(work, tmp_path / "reference", "on ranks.yaml")
     nodes.join(cpus=2)
-    settings = ("cluster.nodes=2", f"cluster.address={nodes.address}")
-    killed, output = run("killed", models["on workers"], *settings, FAULTS="3 worker")
+    settings, killed = ("cluster.nodes=2", f"cluster.address={nodes.address}"), tmp_path / "killed"
+    code = train(nodes, work, killed, *settings, recipe="on workers.yaml", FAULTS="3 worker").wait(LIMIT_S)
+    print(output := (tmp_path / "output").read_text())
+    assert code == 0, output
     assert "reward worker 1 (" in output
     assert "scalar, scoring) was killed by SIGKILL" in output
     answers = tuple(name for name in samples(killed)["train_000001.parquet"].column_names if name.startswith("trace/"))

@@ -138,5 +138,5 @@ def test_expansions_agree_with_the_shell(tmp_path: Path):
         "A=one", 'B="two words"', "C=(x 'y z')", "D=${A:-no}-${E:-default}-${F:+set}", "G=$((7 / 2 + 10 % 4))",
         'printf "%s\\n" "$A" "$B" $B "${C[@]}" "$D" "$G" "pre${A}post" \'$A\' "a\\"b" "${A#o}" "${A%e}"',
     ])  # fmt: skip
-    shell = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()
+    shell = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=200).stdout.splitlines()
     assert words(script)[-1][2:] == shell

@@ -53,8 +53,8 @@ def uninterrupted(tmp_path_factory, tiny_model, rows_file) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.grid(1)
 def test_kill_9_at_three_random_moments(tmp_path, tiny_model, rows_file, variant):
     reference = recipe_for(tmp_path, "reference", tiny_model, rows_file, VARIANTS[variant])
     train_sft(reference)

@@ -252,8 +252,8 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.grid(1)
 def test_kill_9_while_sampling_scoring_and_updating(tmp_path, recipe, prompts_file, variant):
     reward = write_function(tmp_path / "reward.py", REWARD_THAT_CAN_HALT)
     sections = dict(VARIANTS[variant], data={"val": str(prompts_file)}, validation={"max_prompts": 3})

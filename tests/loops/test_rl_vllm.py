@@ -33,7 +33,7 @@ def test_a_run_that_is_killed_resumes_with_its_server_and_loses_nothing(
     run = {"max_steps": 3, "save_every": 1}
     recipe = rl_recipe(tmp_path / "model", prompts_file, tmp_path / "run", reward_file, rollout=rollout, run=run)
     file = write_recipe(tmp_path / "r.yaml", recipe)
-    signalled(signal.SIGKILL, "behind line 2", "rl", file)
+    signalled(signal.SIGKILL, "behind line 2", "rl", file, within_s=900.0)
     assert server_is_gone(tmp_path / "run"), "its guard has ended it"
     train_rl(file)
     assert server_is_gone(tmp_path / "run")

@@ -454,7 +454,7 @@ def test_the_event_loop_is_not_blocked_while_a_model_computes(classifier, monkey
     moved_on, forward = threading.Event(), ScalarModel.forward
 
     def waits(self, batch):
-        assert moved_on.wait(30)
+        assert moved_on.wait(200)
         return forward(self, batch)
 
     monkeypatch.setattr(ScalarModel, "forward", waits)
@@ -475,7 +475,7 @@ def test_cancelled_requests_are_not_computed():
     def compute(items):
         seen.extend(items)
         begun.set()
-        assert proceed.wait(30)
+        assert proceed.wait(200)
         return items
 
     async def query() -> None:

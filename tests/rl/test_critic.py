@@ -488,8 +488,8 @@ def test_warm_up_leaves_the_policy_unchanged(tmp_path, recipe, tiny_model, share
     assert samples[0] != samples[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("warmup", "shared"), [(0, False), (1, True)])
-@pytest.mark.grid(1)
 def test_a_critic_resumes_exactly(tmp_path, recipe, monkeypatch, warmup, shared):
     settings = {
         "critic": {"shared": shared, "pretrain_steps": warmup, "optim": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 2}},

@@ -113,6 +113,7 @@ def test_a_step_short_of_groups_continues_and_reports_it(tmp_path, recipe, train
     assert f"max_rounds, {row['groups_missing']:.0f} groups with a signal are missing" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_it_resumes_exactly(tmp_path, recipe, monkeypatch):
     settings = {"run": {"max_steps": 4, "save_every": 1}}
     train_rl(recipe("reference", **settings))

@@ -1,15 +1,13 @@
-"""A real vLLM server as the engine: the contract of engines, new weights, a server that is killed."""
+"""A real vLLM server as the engine: the contract of engines, and new weights. (A server that is killed: test_vllm_lora.py.)"""
 
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from plaudit.prepare.tiny_model import make_tiny_model
-from plaudit.rollout.engine import Sampling
 from plaudit.rollout.served.engine import ServedEngine
 from plaudit.rollout.served.vllm import Vllm
-from support.engine_contract import EngineContract, Subject, requests_of
+from support.engine_contract import EngineContract, Subject
 from support.served_subject import served_subject
 from support.vllm import ARGUMENTS, ENVIRONMENT, PYTHON, needs_vllm
 
@@ -48,19 +46,3 @@ def test_twenty_syncs_take_no_memory(subject: Subject):
         subject.sync(version)
     weights = sum(p.numel() * p.element_size() for p in subject.model.parameters())
     assert used() - before < 5 * weights, "twenty copies would be more"
-
-
-def test_a_killed_server_is_started_again_and_nothing_is_sampled_twice(subject: Subject):
-    engine = subject.engine
-    assert isinstance(engine, ServedEngine)
-    requests, sampling = requests_of((6, 20, 9), n=4), Sampling(max_new_tokens=24, temperature=0.0)
-    expected = {(s.prompt_id, s.index): s.tokens.tolist() for s in engine.generate(requests, sampling)}
-    samples = engine.generate(requests, sampling)
-    first = next(samples)
-    for process in psutil.Process().children(recursive=True):
-        if str(PYTHON) in process.cmdline():
-            process.kill()
-    rest = list(samples)
-    got = {(s.prompt_id, s.index): s.tokens.tolist() for s in [first, *rest]}
-    assert len(rest) == len(expected) - 1
-    assert got == expected

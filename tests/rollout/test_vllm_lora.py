@@ -1,14 +1,14 @@
-"""A real vLLM server that is given LoRA adapters: the base's weights once, then only the adapters."""
+"""A real vLLM server that is given LoRA adapters: the base's weights once, then only the adapters. It is killed."""
 
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import torch
 
 from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.recipe import LoraSettings
 from plaudit.rollout.engine import Sampling
-from plaudit.rollout.served.engine import ServedEngine
 from plaudit.rollout.served.vllm import Vllm
 from support.engine_contract import Subject, assert_logprobs, reference_logits, requests_of
 from support.served_subject import served_subject
@@ -42,13 +42,19 @@ def test_samples_are_the_adapted_models_after_every_update(subject: Subject, mon
     assert sent == ["all weights", "adapter", "adapter", "adapter"]
 
 
-def test_a_server_that_was_lost_gets_base_and_adapters(subject: Subject):
-    engine = subject.engine
-    assert isinstance(engine, ServedEngine)
+def test_a_killed_server_is_started_again_with_base_and_adapters_and_nothing_is_sampled_twice(subject: Subject):
     change_adapters(subject)
     subject.sync(3)
-    [server] = engine._servers
-    server.kill()
+    requests, sampling = requests_of((6, 20, 9), n=4), Sampling(max_new_tokens=24, temperature=0.0)
+    expected = {(s.prompt_id, s.index): s.tokens.tolist() for s in subject.engine.generate(requests, sampling)}
+    samples = subject.engine.generate(requests, sampling)
+    first = next(samples)
+    for process in psutil.Process().children(recursive=True):
+        if str(PYTHON) in process.cmdline():
+            process.kill()
+    rest = list(samples)
+    assert len(rest) == len(expected) - 1
+    assert {(s.prompt_id, s.index): s.tokens.tolist() for s in [first, *rest]} == expected
     assert_samples_by_the_trainers_model(subject)
 
 

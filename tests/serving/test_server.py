@@ -434,7 +434,7 @@ def test_reward_that_cannot_open_is_reported(tmp_path):
     reward = function(tmp_path)
     (tmp_path / "function.py").write_text("import nothing_of_the_sort")
     with run_server(tmp_path, [reward]) as served:
-        assert served.process.wait(30) == 2
+        assert served.process.wait(200) == 2
         assert "nothing_of_the_sort" in served.log.read_text().splitlines()[-1]
         assert "Traceback" not in served.log.read_text()
 

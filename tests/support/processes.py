@@ -91,7 +91,7 @@ class Command:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
-    def wait(self, within_s: float = 200.0) -> int:
+    def wait(self, within_s: float = 250.0) -> int:
         """How it ended: its exit code, or -9 if that signal ended it."""
         self._process.join(within_s)
         code = self._process.exitcode
@@ -108,16 +108,18 @@ class Command:
             cls.started.pop().kill()
 
 
-def signalled(number: signal.Signals, moment: str, *arguments: object, cwd: Path | None = None, forked: bool = True) -> str:
+def signalled(
+    number: signal.Signals, moment: str, *arguments: object, cwd: Path | None = None, forked: bool = True, within_s: float = 250.0
+) -> str:
     """Run a command, end it by a signal and return its output. `moment`: `before line N` or `behind line N` of the metrics, or
     `open FOLDER/FILE` or `os.rename FOLDER/FILE`, just before it happens. Not `forked`: in a fresh interpreter, like a user's."""
     given = [number.name, moment, *map(str, arguments)]
     if forked:
         command = Command(*given, script=SIGNAL_ITSELF, cwd=cwd)
-        code, output = command.wait(), command.output
+        code, output = command.wait(within_s), command.output
     else:
         fresh = [sys.executable, "-c", SIGNAL_ITSELF, *given]
-        done = subprocess.run(fresh, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, timeout=250)
+        done = subprocess.run(fresh, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, timeout=within_s)
         code, output = done.returncode, done.stdout
     assert code == (-number if number == signal.SIGKILL else 130), output
     return output

@@ -16,7 +16,7 @@ import psutil
 from support.paths import REPOSITORY
 from support.processes import gone
 
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 
 
 class RayNodes:
@@ -70,7 +70,7 @@ class RayNodes:
 
     def ranks(self) -> list[str]:
         """After a moment, in which those that were killed end."""
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + 100.0
         while (left := self.processes("rank=")) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left

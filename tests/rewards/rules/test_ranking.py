@@ -383,7 +383,7 @@ def test_candidate_names_and_the_order_of_ties_do_not_matter(data, truth):
     assert before.parts["valid"] == 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.one_of(st.text(), format_like_text, st.builds(answer, format_like_text, format_like_text, format_like_text)),
     st.sampled_from(["ranking_score", "ranking", "zero", "no_analysis"]),
