@@ -153,11 +153,12 @@ def _describe(model: EvaluatedModel, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _score(job: PolicyJob, model: EvaluatedModel, reward: EvaluatedReward, rows: Sequence[Row]) -> RewardScores:
-    path = model.sampling.model.path
+    path, first = model.sampling.model.path, model.sampling.max_prompts
+    folder = file_name(model.name) + (f"-first{first}" if first else "")  # samples are shared with an evaluation of all prompts
     reward = replace(reward, rewards=tuple(one.of_policy(path) for one in reward.rewards))
     return score_rows(
         reward, [(row, row["id"], f"{model.sampling.out}: {row['id']}") for row in rows],
-        job.out / "scores" / file_name(model.name), {"items": text_digest(repr(rows))},
+        job.out / "scores" / folder, {"items": text_digest(repr(rows))},
         given_order=False, label=f"{model.name}, {reward.name}" if len(job.models) > 1 else reward.name,
     )  # fmt: skip
 
