@@ -166,7 +166,9 @@ def _score(job: PolicyJob, model: EvaluatedModel, reward: EvaluatedReward, rows:
 def _details(reward: EvaluatedReward, rows: Sequence[Row], scored: RewardScores) -> dict[str, Any]:
     responses = sum(map(len, scored.values))
     without = sum(value is None for row in scored.values for value in row)
-    return reward.identity | {"items": len(rows), "responses": responses, "without a value": without} | scored.report()
+    counts = {"items": len(rows), "responses": responses, "without a value": without}
+    # Not under `rewards`, as in evaluations of rewards: training cannot require this one.
+    return {"recipe": str(reward.recipe), "reward": reward.identity["rewards"]} | counts | scored.report()
 
 
 # Figures -------------------------------------------------------------------------------------------------------------

@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
+from plaudit.audit.evaluated import require_evaluated
+from plaudit.errors import PlauditError
 from plaudit.evaluation.cli import split_models
 from plaudit.evaluation.policy import choose_ks
+from plaudit.recipe import ScoreRecipe
+from plaudit.recipe.evaluation import EvalSettings
 from support.evaluation import LONGER
+from support.fault_server import FaultServer
 from support.recipes import write_recipe
 from support.rows import prompt_rows, write_jsonl
 
@@ -144,6 +149,13 @@ def test_responses_without_a_value_are_left_out_and_reported(evaluate_responses)
     assert "1 of m/rule" in shown
 
 
+def test_training_cannot_require_it(evaluate_responses, tmp_path):
+    evaluate_responses(["4"], {"m": [["4", "5"]]}, {"rule": EXACT})
+    settings = EvalSettings(require=str(tmp_path / "out/eval.json"), at_least={"pass@1": 0.1})
+    with pytest.raises(PlauditError, match="is an evaluation of policy, not of rewards"):
+        require_evaluated(settings, ScoreRecipe.model_validate({"rewards": [EXACT]}).rewards)
+
+
 # With a model --------------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +238,16 @@ def test_two_models_of_their_own(evaluate, prompts, tiny_models):
     a, b = values(found, "llama"), values(found, "other")
     assert found["differences"]["llama - other"]["all"]["tokens"]["value"] == pytest.approx(a["tokens"] - b["tokens"])
     assert "| | llama | other |" in shown
+
+
+def test_a_served_model(evaluate, prompts, tiny_model):
+    with FaultServer(model="policy") as server:
+        server.reply = lambda _: "yes"
+        code, found, _ = evaluate(prompts, [tiny_model], {"rule": HAS_E}, "-n", 2, "--url", server.url)
+    assert (code, values(found, tiny_model.name)["pass@1"]) == (0, 1.0)
+    code, _, shown = evaluate(prompts, ["a=x", "b=y"], {"rule": HAS_E}, "--url", server.url)
+    assert code == 2
+    assert "a server has one model: evaluate one at a time" in shown
 
 
 # Bad input -----------------------------------------------------------------------------------------------------------
