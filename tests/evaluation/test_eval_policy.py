@@ -105,7 +105,7 @@ def test_choosing_by_another_reward_is_measured_by_gold(evaluate_responses):
     assert [point["n"] for point in curve] == [1, 2, 4]
     assert [point["root_kl"] for point in curve] == pytest.approx([0.0, 0.4395, 0.7977], abs=1e-4)  # √(log n − (n − 1)/n)
     assert [point["gold"]["value"] for point in curve] == [0.25, 0.0, 0.0]
-    assert "Best of n by long, measured by rule" in shown
+    assert "Best of n by long: mean rule" in shown
 
 
 def test_the_gold_reward_and_the_threshold_can_be_chosen(evaluate_responses):
