@@ -611,6 +611,22 @@ def test_contradictory_settings_of_an_engines_server(error_for, server, message)
     assert message in error_for(RL, "rollout.engine=vllm", *(f"rollout.server.{setting}" for setting in server))
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["metrics=[pass@5]"], "metrics: pass@5 needs 5 samples per prompt, and validation.n is 4: raise it"),
+        (["metrics=best-of@2"], "'best-of@2' is not one of pass@k, majority@k and best_of@k, with a number for k"),
+        (["metrics=[pass@k]"], "'pass@k' is not one of"),
+        (["metrics=[pass@2]", "temperature=0"], "pass@2 of greedy samples, which are all the same: set validation.temperature"),
+        (["metrics=[majority@2]"], "majority@2 counts equal answers, and no reward reads"),
+        (["metrics=[pass@2]", "gold=exakt"], "validation.gold: no reward is called 'exakt' (found: "),
+        (["gold=exact"], "gold has no effect: validation.metrics is empty"),
+    ],
+)
+def test_wrong_metrics_of_a_validation(error_for, settings, message):
+    assert message in error_for(RL, "validation.n=4", "validation.temperature=1", *(f"validation.{one}" for one in settings))
+
+
 def test_settings_are_at_most_four_levels_deep():
     """a.b.c.d; list indices do not count."""
     places = {place for recipe in STAGES.values() for place, _ in recipe_settings(recipe)}

@@ -153,11 +153,12 @@ def _describe(model: EvaluatedModel, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _score(job: PolicyJob, model: EvaluatedModel, reward: EvaluatedReward, rows: Sequence[Row]) -> RewardScores:
-    path = model.sampling.model.path
+    path, first = model.sampling.model.path, model.sampling.max_prompts
+    folder = file_name(model.name) + (f"-first{first}" if first else "")  # samples are shared with an evaluation of all prompts
     reward = replace(reward, rewards=tuple(one.of_policy(path) for one in reward.rewards))
     return score_rows(
         reward, [(row, row["id"], f"{model.sampling.out}: {row['id']}") for row in rows],
-        job.out / "scores" / file_name(model.name), {"items": text_digest(repr(rows))},
+        job.out / "scores" / folder, {"items": text_digest(repr(rows))},
         given_order=False, label=f"{model.name}, {reward.name}" if len(job.models) > 1 else reward.name,
     )  # fmt: skip
 
@@ -165,7 +166,9 @@ def _score(job: PolicyJob, model: EvaluatedModel, reward: EvaluatedReward, rows:
 def _details(reward: EvaluatedReward, rows: Sequence[Row], scored: RewardScores) -> dict[str, Any]:
     responses = sum(map(len, scored.values))
     without = sum(value is None for row in scored.values for value in row)
-    return reward.identity | {"items": len(rows), "responses": responses, "without a value": without} | scored.report()
+    counts = {"items": len(rows), "responses": responses, "without a value": without}
+    # Not under `rewards`, as in evaluations of rewards: training cannot require this one.
+    return {"recipe": str(reward.recipe), "reward": reward.identity["rewards"]} | counts | scored.report()
 
 
 # Figures -------------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def policy_tables(
         for figure in shown:
             title = f"{_title(figure)}, by {by}"
             tables.append(Table(title, models, [(part.label, row(part.name, figure)) for part in inside], not is_plain(figure)))
-    tables += [_best_of_table(gold, proxy, ks, found) for proxy in proxies]
+    tables += [table for proxy in proxies for table in _best_of_tables(gold, proxy, ks, found)]
     if differences:
         columns = {figure: _title(figure) for figure in (*shown, *([f"pass@{ks[0]}"] if len(ks) > 1 else []), length)}
         tables.append(difference_table("Differences", differences, columns, plain=[name for name in columns if is_plain(name)]))
@@ -75,17 +75,16 @@ def _title(figure: str) -> str:
     return f"mean {figure.removeprefix('reward/')}" if figure.startswith("reward/") else figure
 
 
-def _best_of_table(gold: str, proxy: str, ks: Sequence[int], found: Mapping[str, Figures]) -> Table:
-    """What the response is worth that the proxy likes best of n."""
-    columns = {f"{name}: {reward}": (name, figure) for name in found for figure, reward in (("proxy", proxy), ("best_of", gold))}
-    rows = [
-        (
-            f"{k} (√KL {root_kl(k):.2f})",
-            [found[name].get(ALL, {}).get(f"{figure}@{k}/{proxy}") for name, figure in columns.values()],
-        )
-        for k in ks
-    ]
-    return Table(f"Best of n by {proxy}, measured by {gold}", list(columns), rows, percent=False)
+def _best_of_tables(gold: str, proxy: str, ks: Sequence[int], found: Mapping[str, Figures]) -> list[Table]:
+    """What the response is worth that the proxy likes best of n: to gold, and to the proxy itself."""
+
+    def table(reward: str, figure: str) -> Table:
+        rows = [
+            (f"{k} (√KL {root_kl(k):.2f})", [own.get(ALL, {}).get(f"{figure}@{k}/{proxy}") for own in found.values()]) for k in ks
+        ]
+        return Table(f"Best of n by {proxy}: mean {reward}", list(found), rows, percent=False)
+
+    return [table(gold, "best_of"), table(proxy, "proxy")]
 
 
 def best_of_curves(found: Mapping[str, Figures], rewards: Sequence[str], ks: Sequence[int]) -> dict[str, Any]:

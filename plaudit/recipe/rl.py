@@ -424,7 +424,7 @@ class RLRecipe(Section):
         return self
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = (
-        *ANY_RESUME, "run.validate_every", "rewards.*.max_failure_rate", "rewards.*.workers",
+        *ANY_RESUME, "run.validate_every", "validation.metrics", "rewards.*.max_failure_rate", "rewards.*.workers",
         "rewards.*.cache", "audit.*", "eval.*", "critic.placement", "critic.optim.placement", "reference.placement",
         *(f"rewards.*.{inside}model.{setting}" for inside in INSIDE for setting in HOW_MODELS_ARE_REACHED),
         # Not the retries of unreadable answers: they change which answer is read.

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from plaudit.errors import did_you_mean
-from plaudit.recipe.section import BelowOne, Credential, Section, ServerArguments, Urls, strings_or_null
+from plaudit.recipe.section import BelowOne, Credential, Section, ServerArguments, Urls, strings_or_null, zero_or_more
 
 SERVED_ENGINES = ("vllm", "sglang")
 ENGINES = ("native", *SERVED_ENGINES)
@@ -154,7 +154,7 @@ class ValidationSettings(Section):
     """As rollout.min_p."""
     max_prompts: PositiveInt | None = None
     """Validate on the first n prompts only; default: all."""
-    metrics: tuple[str, ...] = ()
+    metrics: Annotated[tuple[str, ...], BeforeValidator(zero_or_more)] = ()
     """What k of a prompt's n samples are worth: [pass@4, majority@4, best_of@4], logged as val/pass@4, also by data source."""
     gold: str | None = None
     """With metrics: the reward, by its name, that says what a sample is worth; default: all of them combined. best_of@k is the

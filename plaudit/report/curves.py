@@ -11,9 +11,8 @@ def _hidden(name: str) -> bool:
         bare in ("step", "tokens", "epoch", "updates", "skipped_steps", "sampled_tokens")
         or (bare.startswith("time/") and bare != "time/tokens_per_s")
         or (bare.startswith("judge/") and bare != "judge/cost")
-        or (
-            name.startswith("val/") and (bare.endswith("/reward") or "/parts/" in bare or ("/" in bare and "@" in bare))
-        )  # by source
+        or (name.startswith("val/") and (bare.endswith("/reward") or "/parts/" in bare))  # by data source
+        or ("/" in bare and "@" in bare)  # validation.metrics by data source
     )
 
 

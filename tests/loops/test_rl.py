@@ -10,7 +10,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from decimal import Decimal
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from textwrap import dedent
 from typing import NamedTuple
 
@@ -216,6 +218,7 @@ def compute_score(solution_str):
 COMMAND_THAT_HALTS = """
 import os, sys, time
 from pathlib import Path
+from statistics import fmean
 
 phase, step, marker = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 del sys.argv[1:4]
@@ -529,6 +532,22 @@ def test_validation_before_training_can_be_switched_off(tmp_path, recipe, prompt
     assert re.search(r"val: 5 of \d+ prompts, longest \d+ tokens; the others left out by validation.max_prompts\n", shown)
     best, worst = re.findall(r"^(?:best |worst) (\d\.\d{4})  .+ →", shown, re.MULTILINE)
     assert float(best) > float(worst)
+
+
+def test_metrics_of_several_samples_at_each_validation(tmp_path, recipe, prompts_file):
+    metrics = ["pass@2", "best_of@4", "majority@4"]
+    validation = {"max_prompts": 3, "temperature": 1.0, "n": 4, "metrics": metrics, "threshold": 0.7}
+    reward = {"kind": "length", "at_most": 0, "slack": 12, "view": {"extract": "line"}}
+    train_rl(recipe(reward=reward, data={"val": str(prompts_file)}, validation=validation, run={"max_steps": 1}))
+    first, _ = metrics_of(tmp_path / "run")
+    table = pq.read_table(tmp_path / "run/samples/val_000000.parquet").to_pylist()
+    groups = [[row for row in table if row["prompt_id"] == id] for id in dict.fromkeys(row["prompt_id"] for row in table)]
+    rewards = [[row["reward"] for row in group] for group in groups]
+    assert first["val/pass@2"] == pytest.approx(fmean(max(two) >= 0.7 for each in rewards for two in combinations(each, 2)))
+    assert first["val/best_of@4"] == first["val/sums/best_of@4"] == pytest.approx(fmean(map(max, rewards)))
+    assert 0 <= first["val/majority@4"] <= first["val/pass@2"] < 1
+    # They may be added to a run that has begun.
+    train_rl(tmp_path / "run.yaml", "validation.metrics=[pass@1]")
 
 
 def _stop_at(step: int):

@@ -23,7 +23,7 @@ from plaudit.errors import RecipeError, ServerGone, StopRequested, TrainingStopp
 from plaudit.recipe import RLRecipe, ScoreRecipe
 from plaudit.rewards.combine import combine
 from plaudit.rewards.functions.function import Function, FunctionLimits
-from plaudit.rewards.metrics import metrics, metrics_by_source, rewards_by_source
+from plaudit.rewards.metrics import metrics, metrics_by_source, metrics_of_k, rewards_by_source
 from plaudit.rewards.reward import LiveReward, Reward, Rule
 from plaudit.rewards.rules.exact import Exact
 from plaudit.rewards.runner import RewardRunner
@@ -470,6 +470,31 @@ def test_metrics_by_data_source():
     rare = [of(f"row {i}", Score(1.0)) for i in range(100)]
     assert "sums/reward" in metrics_by_source([*rare, *scored, *scored])
     assert len(metrics_by_source(rare)) == 50
+
+
+def test_metrics_of_k_by_hand():
+    rewards = [{"kind": "exact"}, {"kind": "length", "at_most": 1, "unit": "characters", "weight": 2.0}]
+
+    def recipe(**validation: object) -> RLRecipe:
+        settings = {"n": 4, "temperature": 1.0, "metrics": ["pass@2", "majority@4", "best_of@4"], **validation}
+        base = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "run": {"dir": "r"}, "rewards": rewards}
+        return RLRecipe.model_validate(base | {"validation": settings})
+
+    with RewardRunner(recipe().rewards) as runner:
+        sums = [group("4", "44", "44", "5", id="a", data_source="sums"), group("44", "44", "44", "4", id="b", data_source="even")]
+        scored = runner.collect([*sums, group("4", "4", "4", "4", id="c")], training=False)
+    # By the right answer: of each prompt 1, 1 and 4 are right; the combined reward prefers those of one character.
+    got = metrics_of_k(scored, recipe(gold="exact"))
+    assert got["pass@2"] == pytest.approx((0.5 + 0.5 + 1) / 3)
+    assert got["majority@4"] == pytest.approx((0 + 0 + 1) / 3)
+    assert got["best_of@4"] == 1.0
+    assert (got["sums/pass@2"], got["even/majority@4"]) == (0.5, 0.0)
+    assert set(got) == {f"{source}{name}" for source in ("", "sums/", "even/") for name in recipe().validation.metrics}
+    # By all rewards combined, a wrong answer of one character is worth 2.
+    assert metrics_of_k(scored, recipe(threshold=2.0))["pass@2"] == pytest.approx((1 - 1 / 6 + 0.5 + 1) / 3)
+    assert metrics_of_k(scored, recipe(metrics=[])) == {}
+    lost = [ScoredGroup(one.group, tuple(BROKEN for _ in one.scores), one.by_reward) for one in scored]
+    assert metrics_of_k(lost, recipe(metrics=["pass@1"])) == {}
 
 
 # The runner ----------------------------------------------------------------------------------------------------------

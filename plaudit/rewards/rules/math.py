@@ -48,6 +48,7 @@ from plaudit.rewards.functions.worker_pool import UserCode, WorkerPool
 from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.rewards.rules.ground_truth import no_truth, plain
 from plaudit.rewards.rules.maths.answers import LONGEST_ANSWER, compare_plainly, find_answer, normalise, plain_number
+from plaudit.rewards.rules.maths.answers import key as text_key
 from plaudit.seeding import stable_seed
 from plaudit.turns import turns
 from plaudit.types import Group, Prompt, Sample, Score
@@ -83,11 +84,11 @@ class Math(Reward):
     reads_answers: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def read_answer(self, text: str) -> Hashable | None:
-        """Numbers by their value, other answers as normalised text."""
+        """Numbers by their value, other answers as text without what spellings differ in."""
         found = find_answer(text)
         answer = normalise(found) if found and len(found) <= LONGEST_READ else ""
         number = plain_number(answer)
-        return (answer or None) if number is None else number
+        return (text_key(answer) or None) if number is None else number
 
     def build(self) -> "LiveMath":
         return LiveMath(self)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from plaudit import plugins
 from plaudit.rewards.judges.parsing import read_total_score
-from plaudit.rewards.reward import Reward, Rule
+from plaudit.rewards.reward import Reward, Rule, read_answer
 from plaudit.rewards.rules.grade import read_total
 from plaudit.rewards.runner import RewardRunner
 from plaudit.types import Group, Prompt, Sample, SavedSample, Score
@@ -578,3 +578,37 @@ def test_long_texts_are_scored_in_linear_time(kind, given_settings):
     for piece in REPEATED:
         for text in (piece * (LONG // len(piece)), "x\nTotal Score: " + piece * (LONG // len(piece)) + "\n4"):
             check_contract(reward, text, {"A": 9, "B": 7} if kind == "ranking" else 1)
+
+
+# Answers, for majority votes -----------------------------------------------------------------------------------------
+
+
+BY_GSM8K = {"kind": "cascade", "rule": {"kind": "gsm8k"}, "judge": {"kind": "length", "at_most": 5}}
+
+
+@pytest.mark.parametrize(
+    ("reward", "same", "other", "none"),
+    [
+        ({"kind": "math"}, [r"\boxed{1/2}", "The answer is 0.5.", r"\frac{1}{2}"], r"\boxed{1/3}", ""),
+        ({"kind": "math"}, [r"\boxed{x + 1}", "#### x+1"], r"\boxed{x}", " "),
+        ({"kind": "gsm8k"}, ["#### 1,000", "so #### 1000.0"], "#### 100", "1000"),
+        ({"kind": "gsm8k", "method": "flexible"}, ["1000", "it costs $1,000"], "1001", "nothing"),
+        ({"kind": "exact"}, ["four", " four\n"], "Four", " "),
+        ({"kind": "exact", "ignore_case": True}, ["four", "FOUR"], "for", ""),
+        ({"kind": "contains", "view": {"extract": "line"}}, ["a", "a "], "b", " "),
+        (BY_GSM8K, ["#### 4", "4 #### 4"], "#### 5", "4"),
+    ],
+)  # fmt: skip
+def test_equal_answers_are_one_in_a_majority_vote(reward, same, other, none):
+    reads = rule(**reward)
+    assert reads.reads_answers
+    assert len({reads.read_answer(text) for text in same}) == 1
+    assert reads.read_answer(other) not in (reads.read_answer(same[0]), None)
+    assert reads.read_answer(none) is None
+
+
+def test_an_answer_is_that_of_the_first_reward_that_applies_and_reads_one():
+    rewards = [rule("length", at_most=5), rule("gsm8k", when={"data_source": "a"}), rule("exact")]
+    assert read_answer(rewards, {"length": "#### 4", "gsm8k": "#### 4", "exact": "x"}) == 4
+    assert read_answer(rewards, {"length": "#### 4", "gsm8k": None, "exact": "#### 4"}) == "#### 4"
+    assert read_answer(rewards[:1], {"length": "#### 4"}) is None
