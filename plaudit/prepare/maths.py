@@ -26,7 +26,7 @@ from plaudit.data.columns import GROUND_TRUTHS, PROMPTS, find_column, listed, pa
 from plaudit.data.conversations import describe_type
 from plaudit.errors import DataError
 from plaudit.prepare.made_rows import BATCH_ROWS, RowSummary, messages, rl_rows, rl_schema, write_rows
-from plaudit.prepare.tables import TEXT, Table, compute, join_text
+from plaudit.prepare.tables import TEXT, Table, compute
 from plaudit.rewards.view import last_boxed
 
 AnswerIn = Literal["all", "hashes", "boxed"]
@@ -69,9 +69,9 @@ def make_math_rl(
             some = pa.array(rows[start : start + BATCH_ROWS])
             question = questions.take(some)
             if instruction_in == "system" and instruction:
-                prompt = messages(("system", pa.repeat(pa.scalar(instruction, TEXT), len(some))), ("user", question))
+                prompt = messages(("system", [instruction]), ("user", [question]))
             else:
-                prompt = messages(("user", join_text(question, f" {instruction}" if instruction else "")))
+                prompt = messages(("user", [question, f" {instruction}" if instruction else ""]))
             index = pa.array(np.arange(start, start + len(some)))
             extra = {"split": pa.repeat(split, len(some)), "index": index, "question": question, "solution": solutions.take(some)}
             extra |= {name: column.take(some) for name, column in own_extra.items()}

@@ -104,7 +104,7 @@ class Table:
         """Text without white space around it. A row without any is bad."""
         column = compute.utf8_trim_whitespace(self._column(name, TEXT))
         self.reject(
-            is_blank(column),
+            _is_empty(column),
             f"without {name}",
             lambda i: f"column {name!r} should be text, not {describe_text(self.row(i).get(name))}",
         )
@@ -121,7 +121,7 @@ class Table:
         def describe(i: int) -> str:
             return f"column {name!r} should be text, a number or an object, not {describe_text(self.row(i).get(name))}"
 
-        self.reject(is_blank(column), f"without {name}", describe)
+        self.reject(_is_empty(column), f"without {name}", describe)
         return column.fill_null("")
 
     def optional_text(self, name: str | None) -> pa.Array:
@@ -162,7 +162,7 @@ class Table:
         self.reject((sizes < fewest) | (sizes > most), f"without {fewest} to {most} {name}", describe)
         lists = _lists(column)
         items = compute.utf8_trim_whitespace(lists.items)
-        empty = np.asarray(is_blank(items))
+        empty = np.asarray(_is_empty(items))
 
         def describe_item(i: int) -> str:
             j = int(np.flatnonzero(empty[lists.offsets[i] : lists.offsets[i + 1]])[0])
@@ -239,7 +239,8 @@ class Table:
 
     def _column(self, name: str, wanted: pa.DataType) -> pa.Array:
         """A column as this type. Values of other types are null; the checks describe them."""
-        return pa.concat_arrays([chunk for rows in self._files for chunk in _as_type(rows.column(name), wanted).chunks])
+        chunks = [chunk for rows in self._files for chunk in _as_type(rows.column(name), wanted).chunks]
+        return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
 
 
 def any_in_lists(flags: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -254,7 +255,11 @@ def _lists(column: pa.Array) -> Lists:
 
 
 def is_blank(texts: pa.Array) -> pa.Array:
-    return compute.equal(compute.binary_length(compute.utf8_trim_whitespace(texts)), 0).fill_null(True)
+    return _is_empty(compute.utf8_trim_whitespace(texts))
+
+
+def _is_empty(texts: pa.Array) -> pa.Array:
+    return compute.equal(compute.binary_length(texts), 0).fill_null(True)
 
 
 def _is_text(column: "pa.ChunkedArray | list[Any]") -> bool:
@@ -316,6 +321,10 @@ def _clean_value(value: Any) -> str | None:
 
 
 # Text ----------------------------------------------------------------------------------------------------------------
+
+
+Pieces = Sequence["str | pa.Array"]
+"""Texts that are not joined yet: columns, and constants that are the same in all rows. Texts are long, so they are joined once."""
 
 
 def join_text(*pieces: "str | pa.Array") -> pa.Array:
