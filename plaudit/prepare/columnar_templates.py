@@ -25,7 +25,7 @@ from plaudit.rewards.judges.candidates import LETTERS
 from plaudit.rewards.judges.templates import JudgeTemplate, Unrenderable, format_value
 from plaudit.types import Prompt
 
-ROW, TEXTS, CANDIDATES = "extra_info", ("question", "task", "response"), "candidates"
+ROW, TEXTS, CANDIDATES = "extra_info", ("question", "task", "ground_truth", "response"), "candidates"
 _HOLE = re.compile("\ue000([^\ue001]+)\ue001")
 
 
@@ -63,6 +63,8 @@ class ColumnarTemplate:
     """Fields of `extra_info` that are no columns of the table."""
     own: Sequence[str]
     """Variables of the judge's kind."""
+    ground_truth: pa.Array | None = None
+    """For each row of the table."""
     _columns: dict[str, pa.Array] = field(default_factory=dict)
     _split: dict[tuple[int, bool], list[str]] = field(default_factory=dict)
     """The rendered template, by what is shown: text and the names of columns in turn."""
@@ -108,7 +110,8 @@ class ColumnarTemplate:
             if shown.candidates:
                 variables[CANDIDATES] = [{"letter": LETTERS[i], "text": _hole(f"candidate {i}")} for i in range(key[0])]
             task = [{"role": "user", "content": _hole("task")}]
-            row = Prompt("1", task, extra_info={name: _hole(f"column {name}") for name in self._names})
+            truth = None if self.ground_truth is None else _hole("ground_truth")
+            row = Prompt("1", task, "", truth, {name: _hole(f"column {name}") for name in self._names})
             self._split[key] = _HOLE.split(self._render(row, variables))
         rows, pieces = pa.array(shown.rows), list[str | pa.Array]()
         for i, piece in enumerate(self._split[key]):
@@ -118,6 +121,9 @@ class ColumnarTemplate:
             elif kind == "response":
                 assert shown.response is not None
                 pieces.append(shown.response)
+            elif kind == "ground_truth":
+                assert self.ground_truth is not None
+                pieces.append(self.ground_truth.take(rows))
             elif kind == "candidate":
                 pieces.append(shown.candidates[int(name)])
             elif kind == "task":
@@ -149,7 +155,8 @@ class ColumnarTemplate:
                 texts = [column[place].as_py() for column in shown.candidates]
                 variables[CANDIDATES] = [{"letter": letter, "text": text} for letter, text in zip(LETTERS, texts, strict=False)]
             task = [{"role": "user", "content": (self.task[i] if shown.task is None else shown.task[place]).as_py()}]
-            prompts.append(self._render(Prompt(self.table.where(i), task, extra_info=extra), variables))
+            truth = None if self.ground_truth is None else self.ground_truth[i].as_py()
+            prompts.append(self._render(Prompt(self.table.where(i), task, "", truth, extra), variables))
         return pa.array(prompts, TEXT)
 
     def _render(self, prompt: Prompt, variables: Mapping[str, Any]) -> str:

@@ -135,12 +135,12 @@ class _Question:
         return self.template.fill(Shown(self.owner[items], response=self.candidates.take(pa.array(items))))
 
 
-def trained_judge(rule: Rule, template: Path | None) -> Judge:
-    """The judge whose prompts and answers the rows have."""
+def trained_judge(rule: Rule | Literal["true_false"], template: Path | None) -> Judge:
+    """The judge whose prompts and answers the rows have. `true_false`: a verifier."""
     model = RewardModel(path="the one that is trained")  # required by the settings; never called
     path = None if template is None else str(template)
-    if rule == "grade":
-        return Judge(kind="judge", model=model, parser="total_score", template=path)
+    if rule in ("grade", "true_false"):
+        return Judge(kind="judge", model=model, parser="total_score" if rule == "grade" else "true_false", template=path)
     return Judge(kind="judge", model=model, parser="last_number_line", template=path, lowest=LOWEST, highest=HIGHEST)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
+from plaudit.data.columns import find_column, listed
 from plaudit.data.conversations import describe_type
 from plaudit.data.rows import Rows, read_rows
 from plaudit.errors import DataError
@@ -30,6 +31,7 @@ compute: Any = pyarrow.compute
 TEXT = pa.large_string()
 """While rows are made: an array of `string` holds 2 GB at most."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_TRUE, _FALSE = ("true", "1", "1.0"), ("false", "0", "0.0")
 MOST_REPORTED = 20
 """Bad rows that are named when they are skipped; all of them are counted."""
 
@@ -73,6 +75,15 @@ class Table:
     def require(self, *names: str, hint: str = "") -> None:
         for rows in self._files:
             rows.require(*names, hint=hint)
+
+    def find(self, name: str | None, usual: Sequence[str], option: str) -> str:
+        """The column with this name or, if none is given, the first of the usual ones."""
+        column = name or find_column(self.names, usual)
+        if column is None:
+            found = ", ".join(self.names)
+            raise DataError(f"{self.source}: there is no column {listed(usual)} (found: {found}); name the right one with {option}")
+        self.require(column, hint=f"{option} names another one.")
+        return column
 
     # Single rows -----------------------------------------------------------------------------------------------------
 
@@ -208,6 +219,17 @@ class Table:
             lambda i: f"column {name!r}: {self.row(i).get(name)!r:.80} should be a number from {lowest:g} to {highest:g}",
         )
         return numbers
+
+    def flags(self, name: str) -> np.ndarray:
+        """True or false, also as 1 or 0, and as text."""
+        written = compute.utf8_lower(compute.utf8_trim_whitespace(self.printed(name)))
+        true, false = (np.asarray(compute.is_in(written, pa.array(words, TEXT))) for words in (_TRUE, _FALSE))
+        self.reject(
+            ~(true | false),
+            f"without true or false in {name}",
+            lambda i: f"column {name!r}: {self.row(i).get(name)!r:.80} should be true or false",
+        )
+        return true
 
     def printed(self, name: str, finalize: Callable[[Any], Any] = lambda value: value) -> pa.Array:
         """What a template writes for a column's values; null where there is none, or one with unpaired surrogates."""
