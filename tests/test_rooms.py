@@ -153,3 +153,15 @@ def test_a_reward_is_named_after_its_file(file):
     kinds = re.findall(r'^    kind: Literal\["(\w+)"\]', file.read_text(encoding="utf-8"), re.M)
     assert kinds in ([], [file.stem])
     assert not kinds or file.stem in plugins.kinds("rewards"), f"{file.name} has no class named after it"
+
+
+def test_tags_of_thoughts_are_written_in_one_module():
+    from plaudit.response_files import TAGS
+
+    found = [
+        f"{module.relative_to(REPOSITORY)}:{node.lineno}"
+        for module in MODULES
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.strip() in TAGS
+    ]
+    assert {place.partition(":")[0] for place in found} == {"plaudit/response_files.py"}, found

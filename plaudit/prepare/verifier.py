@@ -10,6 +10,7 @@ Differs from TinyV: there the builder of the balanced rows is not published; the
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +25,8 @@ from plaudit.rewards.judges.judge import Judge
 from plaudit.rewards.judges.templates import BUILT_IN
 from plaudit.rewards.view import see
 
+Extract = Literal["none", "answer", "boxed", "line", "codeblock", "oneline"]
+"""Of a response: as in `view`."""
 ANSWERS = tuple(name for name in RESPONSES if not name.endswith("s"))
 """Columns with one answer."""
 VERDICTS = pa.array(["False", "True"], TEXT)
@@ -44,7 +47,7 @@ USUAL = LabelledColumns()
 
 
 def make_verifier_sft(
-    files: Sequence[Path], out: Path, *, columns: LabelledColumns = USUAL, extract: str = "none", balance: bool = False,
+    files: Sequence[Path], out: Path, *, columns: LabelledColumns = USUAL, extract: Extract = "none", balance: bool = False,
     template: Path | None = None, skip_bad: bool = False, seed: int = 0, report: Callable[[str], None] = print,
 ) -> RowSummary:  # fmt: skip
     """Write conversations, shuffled. `balance`: as many right answers as wrong ones, drawn from those that are more."""
