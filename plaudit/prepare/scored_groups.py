@@ -210,12 +210,11 @@ def split_analyses(groups: ScoredGroups, purpose: str) -> tuple[pa.Array, pa.Arr
 
 def _mention_others(texts: pa.Array) -> pa.Array:
     """Whether the texts seem to mention a candidate outside of quotes."""
-    quoting = compute.match_substring_regex(texts, '["„“]')
-    unquoted = texts
-    if compute.any(quoting).as_py():
-        stripped = compute.replace_substring_regex(texts.filter(quoting), _QUOTES, "")
-        unquoted = compute.replace_with_mask(texts, quoting, stripped)
-    return compute.match_substring_regex(unquoted, _MENTIONS)
+    found = compute.match_substring_regex(texts, f'["„“]|{_MENTIONS}')
+    if not compute.any(found).as_py():
+        return found
+    unquoted = compute.replace_substring_regex(texts.filter(found), _QUOTES, "")
+    return compute.replace_with_mask(found, found, compute.match_substring_regex(unquoted, _MENTIONS))
 
 
 def _split_analysis(analysis: str, count: int) -> list[tuple[str, str]] | None:
