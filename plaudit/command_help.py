@@ -93,6 +93,10 @@ EXAMPLES = {
         "plaudit prepare math-rl gsm8k_train.jsonl --out data/gsm8k.parquet --answer-in hashes --data-source openai/gsm8k",
         "plaudit prepare math-rl bigmath.parquet --out data/train.parquet --data-source bigmath_rl_tinyv --sample 5000",
     ),
+    "prepare verifier-sft": (
+        "plaudit prepare verifier-sft labelled.jsonl --out data/verdicts.parquet --balance",
+        "plaudit prepare verifier-sft responses.parquet --out data/verdicts.parquet --extract answer --label-column is_correct",
+    ),
     "prepare rubric-rl": ("plaudit prepare rubric-rl graded.jsonl --out data/train_rrm.parquet --highest 10",),
     "doctor": (
         "plaudit doctor recipes/smollm2/grpo.yaml",

@@ -18,7 +18,8 @@ from plaudit.json_files import UnreadableJson, read_object
 from plaudit.lora_folder import read_lora_folder
 
 LONGCOT, STOP = "longcot_config.json", "stop.txt"
-OPEN, CLOSE = "<think>", "</think>"
+OPEN, CLOSE, OPEN_RESPONSE, CLOSE_RESPONSE = TAGS = ("<think>", "</think>", "<response>", "</response>")
+"""Around thoughts, and around the response that follows them: other modules import these."""
 MAX_STOP_BYTES = 64 << 10
 
 
@@ -61,6 +62,11 @@ def read_response_files(model: str) -> dict[str, bytes]:
     return {name: file.read_bytes() for name, file in files.items()}
 
 
+def join_thought(thought: str, answer: str) -> str:
+    """A response as SFT on thoughts writes it."""
+    return f"{OPEN}\n{thought.strip()}\n{CLOSE}\n\n{answer}"
+
+
 # longcot_config.json -------------------------------------------------------------------------------------------------
 
 
@@ -101,7 +107,7 @@ def _read_longcot_config(file: Path, written: int) -> Longcot:
     for name, value in zip(names, (start, end, marker), strict=True):
         if value is not None and (not isinstance(value, str) or not value):
             raise RecipeError(f"longcot_config: {file}: {name} should be text or null, not {value!r:.80}")
-    return Longcot(start, end or ("</response>" if start == "<response>" else None), marker)
+    return Longcot(start, end or (CLOSE_RESPONSE if start == OPEN_RESPONSE else None), marker)
 
 
 # stop.txt ------------------------------------------------------------------------------------------------------------

@@ -125,6 +125,7 @@ HELP = [
     (("prepare", "translation-sft"), ["code block", "--out", "--response-column", "--template", "--skip-bad-rows", "--seed"]),
     (("prepare", "translation-rl"), ["translation", "--out", "--cross-lingual", "--target", "--test-set", "--seed"]),
     (("prepare", "math-rl"), ["ground truths", "--out", "--answer-in", "all|hashes|boxed", "--data-source", "--sample"]),
+    (("prepare", "verifier-sft"), ["True or False", "--out", "--label-column", "--extract", "--balance", "--template", "--seed"]),
     (("prepare", "rubric-rl"), ["grade", "--out", "--rubric-column", "--highest", "--template", "--skip-bad-rows"]),
     (
         ("prepare", "arithmetic"),

@@ -18,7 +18,7 @@ from pyarrow import parquet
 from plaudit.data.rows import read_rows
 from plaudit.prepare.maths import INSTRUCTION
 from plaudit.rewards.judges.judge import Judge
-from plaudit.rewards.judges.templates import BUILT_IN, JudgeTemplate
+from plaudit.rewards.judges.templates import JudgeTemplate
 from plaudit.types import Prompt
 from support.paths import REPOSITORY
 from support.pipelines import PipelinePage, share_with_signal
@@ -97,17 +97,18 @@ def test_tinyv(page, real_data):
     parquet.write_table(pa.Table.from_pylist(problems), "raw/bigmath.parquet")
     write_jsonl(Path("raw/hardverify.jsonl"), problems[:4])
     write_jsonl(Path("raw/benchmarks.jsonl"), problems[4:])
-    solutions, verdicts = [], []
+    solutions, labelled = [], []
     for row in problems:
         for value, verdict in ((row["answer"], True), ("0", False)):
             for answer in (value, rf"\text{{it is {value}}}"):  # the rule does not read the second form
                 solutions.append(conversation(f"{row['problem']} {INSTRUCTION}", rf"So: \boxed{{{answer}}}"))
-                verdicts.append(conversation(judge_prompt(BUILT_IN / "verifier.jinja", row, answer), str(verdict)))
+                labelled.append(row | {"response": answer, "label": verdict})
     write_jsonl(Path("raw/solutions.jsonl"), solutions)
-    write_jsonl(Path("raw/verdicts.jsonl"), verdicts)
+    write_jsonl(Path("raw/labelled.jsonl"), labelled)
 
     commands = page("tinyv.md")
     assert f"SENTENCE='{INSTRUCTION}'" in commands.page.read_text()
+    assert "32 rows of 32 answers, 16 of them right" in commands.run("prepare verifier-sft raw/labelled.jsonl")
     commands.run("prepare tiny-model")
     commands.run("sft recipes/chain/sft.yaml")
     made = commands.run("prepare math-rl raw/bigmath.parquet", instead=SENTENCE)

@@ -174,3 +174,15 @@ def test_a_reward_is_named_after_its_file():
         elif kinds and file.stem not in plugins.kinds("rewards"):
             wrong.append(f"{name_of(file)} has no class named after it")
     assert not wrong, "\n".join(wrong)
+
+
+def test_tags_of_thoughts_are_written_in_one_module():
+    from plaudit.response_files import TAGS
+
+    found = [
+        f"{module.relative_to(REPOSITORY)}:{node.lineno}"
+        for module in MODULES
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.strip() in TAGS
+    ]
+    assert {place.partition(":")[0] for place in found} == {"plaudit/response_files.py"}, found

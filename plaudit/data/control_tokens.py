@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from plaudit.errors import RecipeError
+from plaudit.response_files import CLOSE, OPEN
 from plaudit.types import Message
 
 if TYPE_CHECKING:  # recipes with judges import this file, and need neither
@@ -32,9 +33,9 @@ if TYPE_CHECKING:  # recipes with judges import this file, and need neither
     from transformers import PreTrainedTokenizerBase
 
 SpecialTokens = Literal["text", "control"]
-THOUGHTS = ("<think>", "</think>")
+THOUGHTS = (OPEN, CLOSE)
 """An assistant writes these itself, whatever the tokenizer calls them."""
-THOUGHT_TAGS = re.compile("</?think>")
+THOUGHT_TAGS = re.compile("|".join(THOUGHTS))
 # Unicode noncharacters, reserved for internal use. Templates render \ufdd0 to \ufdd2 for purposes of their own.
 MARKS = [chr(code) for code in range(0xFDD3, 0xFDF0)] + [chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF)]
 LOOKED_UP_BELOW = ("tool_calls", "function", "content")

@@ -23,6 +23,7 @@ from plaudit.data.columns import (
 from plaudit.data.conversations import parse_conversation, parse_messages, parse_prompt, split_answer
 from plaudit.data.pairs import parse_preference
 from plaudit.errors import DataError
+from plaudit.response_files import join_thought
 from plaudit.types import Group, SavedSample
 
 NOTHING = np.zeros(0, dtype=np.float32)
@@ -104,7 +105,7 @@ def _join_thought(response: Mapping[str, Any], where: str) -> str:
     if parts["text"] is not None:
         return parts["text"]
     answer = parts["answer"] or ""
-    return f"<think>\n{parts['thought'].strip()}\n</think>\n\n{answer}" if parts["thought"] else answer
+    return join_thought(parts["thought"], answer) if parts["thought"] else answer
 
 
 def parse_response(response: Any, where: str) -> str:

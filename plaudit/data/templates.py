@@ -32,6 +32,7 @@ from plaudit.hub import model_folder
 from plaudit.lora_folder import with_tokenizer
 from plaudit.model_files import require_config
 from plaudit.recipe import ModelSettings
+from plaudit.response_files import CLOSE, OPEN, join_thought
 from plaudit.types import Conversation, Example, Message
 
 NAMED = ("chatml", "llama3", "qwen", "plain")
@@ -107,7 +108,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation_prompt: bool = False) -> str:
         folded = [self._fold_reasoning(m) for m in messages]
         text = render_chat(self.tokenizer, self.text, folded, tools, generation_prompt=generation_prompt)
-        return text.replace(HIDDEN_THINK, "<think>").replace(HIDDEN_END_THINK, "</think>")
+        return text.replace(HIDDEN_THINK, OPEN).replace(HIDDEN_END_THINK, CLOSE)
 
     def prompt_tokens(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:
         """The rendered and tokenised prompt, including the generation prompt."""
@@ -131,7 +132,7 @@ class ChatTemplate:
         if self._shows_reasoning or not reasoning:
             return message
         rest = {name: value for name, value in message.items() if name not in REASONING}
-        return {**rest, "content": f"<think>\n{reasoning.strip()}\n</think>\n\n{message['content']}"}
+        return {**rest, "content": join_thought(reasoning, message["content"])}
 
     def _keep_last_thoughts(self, messages: list[Message], tools: list[Any] | None) -> list[Message]:
         """Keep the thoughts of the last turn, which are targets, though templates drop thoughts from finished turns.
@@ -139,8 +140,8 @@ class ChatTemplate:
         The tags are hidden from the template, and the thoughts start the way the generation prompt starts them.
         """
         last = self._fold_reasoning(messages[-1])
-        before, closed, answer = last["content"].partition("</think>")
-        intro, opened, thoughts = before.rpartition("<think>")
+        before, closed, answer = last["content"].partition(CLOSE)
+        intro, opened, thoughts = before.rpartition(OPEN)
         if last["role"] != "assistant" or not closed:
             return messages
         marked = {**last, "content": f"{intro}{opened}{thoughts}{MARK}{closed}{answer}"}

@@ -16,7 +16,7 @@ from plaudit.doctor.reward_models import InputRenderer, ModelRewardCheck, plain_
 from plaudit.doctor.rewards import synthetic_group
 from plaudit.doctor.sanity_pairs import format_answer
 from plaudit.recipe import RLRecipe, View
-from plaudit.response_files import LONGCOT, read_longcot_config, response_file, stop_strings
+from plaudit.response_files import CLOSE, LONGCOT, OPEN, join_thought, read_longcot_config, response_file, stop_strings
 from plaudit.reward_models.backend import Backend, GenerationRequest
 from plaudit.rewards.judges.group_judge import GroupJudge
 from plaudit.rewards.judges.judge import Judge
@@ -43,7 +43,7 @@ class PolicyContext:
     def thinks(self) -> bool:
         """A guess: its chat template handles thoughts, a reward requires them, or its folder says where they end."""
         in_template, required = (
-            "<think>" in self.template.text,
+            OPEN in self.template.text,
             any(reward.kind == "think_format" for reward in self.recipe.rewards),
         )
         return in_template or required or self.ends_thoughts
@@ -61,7 +61,7 @@ class PolicyContext:
     def prefills_think(self) -> bool:
         """The generation prompt opens <think>, so a response contains only the closing tag."""
         try:
-            return self.template.render([{"role": "user", "content": "?"}], generation_prompt=True).rstrip().endswith("<think>")
+            return self.template.render([{"role": "user", "content": "?"}], generation_prompt=True).rstrip().endswith(OPEN)
         except RENDER_ERRORS:
             return False
 
@@ -188,12 +188,12 @@ def _thoughts(name: str, reward: ModelReward, renderer: InputRenderer | None, po
     if view.longcot_file == policy.longcot_file and policy.ends_thoughts:
         return  # at its own delimiter
     bare = View(extract=view.extract, tag=view.tag)
-    seen = see(view, f"<think>\nMany thoughts.\n</think>\n\n{format_answer(bare, '42')}")
+    seen = see(view, join_thought("Many thoughts.", format_answer(bare, "42")))
     if not seen.scorable or "42" not in seen.text:
         why = seen.problem or "the answer is removed"
         yield "!", f"{name}: its view leaves nothing to score of a response with <think> tags ({why}): fix `view`"
     elif "Many thoughts." in seen.text:
-        tokens = _num_tokens(renderer, "</think>")
+        tokens = _num_tokens(renderer, CLOSE)
         split = f", with </think> split into {tokens} tokens" if tokens > 1 else ""
         yield (
             "!",

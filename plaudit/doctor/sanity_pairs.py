@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from plaudit.recipe import RewardSettings, View
-from plaudit.response_files import read_longcot_config
+from plaudit.response_files import join_thought, read_longcot_config
 from plaudit.types import Prompt
 
 MAX_PAIRS_FROM_ROWS = 2
@@ -79,4 +79,4 @@ def format_answer(view: View, answer: str) -> str:
     if (file := view.longcot_file) is not None:
         delimiters = read_longcot_config(file)
         return f"{delimiters.start or ''}{answer}{delimiters.end or ''}"
-    return f"<think>\nLet me see.\n</think>\n\n{answer}" if view.think == "strict" else answer
+    return join_thought("Let me see.", answer) if view.think == "strict" else answer

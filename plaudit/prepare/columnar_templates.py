@@ -8,8 +8,9 @@ which takes about 16 times as long. What does not depend on texts, such as the n
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,12 +20,12 @@ import pyarrow as pa
 from jinja2 import nodes
 
 from plaudit.errors import RecipeError
-from plaudit.prepare.tables import TEXT, Table, join_text
+from plaudit.prepare.tables import TEXT, Pieces, Table
 from plaudit.rewards.judges.candidates import LETTERS
 from plaudit.rewards.judges.templates import JudgeTemplate, Unrenderable, format_value
 from plaudit.types import Prompt
 
-ROW, TEXTS, CANDIDATES = "extra_info", ("question", "task", "response"), "candidates"
+ROW, TEXTS, CANDIDATES = "extra_info", ("question", "task", "ground_truth", "response"), "candidates"
 _HOLE = re.compile("\ue000([^\ue001]+)\ue001")
 
 
@@ -54,16 +55,19 @@ class ColumnarTemplate:
 
     file: Path
     table: Table
-    task: pa.Array
-    """What the policy is given, for each row of the table."""
+    make_task: Callable[[], pa.Array]
+    """Returns what the policy is given, for each row of the table. Few templates show it."""
     constants: Mapping[str, Any]
     """Variables that are the same for all rows."""
     added: Mapping[str, pa.Array]
     """Fields of `extra_info` that are no columns of the table."""
     own: Sequence[str]
     """Variables of the judge's kind."""
+    ground_truth: pa.Array | None = None
+    """For each row of the table."""
     _columns: dict[str, pa.Array] = field(default_factory=dict)
-    _pieces: dict[tuple[int, bool], list[str]] = field(default_factory=dict)
+    _split: dict[tuple[int, bool], list[str]] = field(default_factory=dict)
+    """The rendered template, by what is shown: text and the names of columns in turn."""
 
     def __post_init__(self) -> None:
         self._template = JudgeTemplate(self.file, self.own, "prepare")
@@ -87,38 +91,48 @@ class ColumnarTemplate:
             self._column(name).is_null(), f"without {name}", lambda _: f"column {name!r} is empty, but {self.file.name} needs it"
         )
 
-    def fill(self, shown: Shown) -> pa.Array:
+    @cached_property
+    def task(self) -> pa.Array:
+        return self.make_task()
+
+    def fill(self, shown: Shown) -> Pieces:
         """The prompts."""
-        return self._joined(shown) if self.is_plain else self._rendered(shown)
+        return self._pieces(shown) if self.is_plain else [self._rendered(shown)]
 
-    # Joining columns -------------------------------------------------------------------------------------------------
+    # Columns to join -------------------------------------------------------------------------------------------------
 
-    def _joined(self, shown: Shown) -> pa.Array:
+    def _pieces(self, shown: Shown) -> Pieces:
         key = (len(shown.candidates), shown.response is not None)
-        if key not in self._pieces:
+        if key not in self._split:
             variables: dict[str, Any] = dict(self.constants)
             if shown.response is not None:
                 variables["response"] = _hole("response")
             if shown.candidates:
                 variables[CANDIDATES] = [{"letter": LETTERS[i], "text": _hole(f"candidate {i}")} for i in range(key[0])]
             task = [{"role": "user", "content": _hole("task")}]
-            row = Prompt("1", task, extra_info={name: _hole(f"column {name}") for name in self._names})
-            self._pieces[key] = _HOLE.split(self._render(row, variables))
+            truth = None if self.ground_truth is None else _hole("ground_truth")
+            row = Prompt("1", task, "", truth, {name: _hole(f"column {name}") for name in self._names})
+            self._split[key] = _HOLE.split(self._render(row, variables))
         rows, pieces = pa.array(shown.rows), list[str | pa.Array]()
-        for i, piece in enumerate(self._pieces[key]):
+        for i, piece in enumerate(self._split[key]):
             kind, _, name = piece.partition(" ")
             if i % 2 == 0:
                 pieces += [piece] if piece else []
             elif kind == "response":
                 assert shown.response is not None
                 pieces.append(shown.response)
+            elif kind == "ground_truth":
+                assert self.ground_truth is not None
+                pieces.append(self.ground_truth.take(rows))
             elif kind == "candidate":
                 pieces.append(shown.candidates[int(name)])
             elif kind == "task":
                 pieces.append(self.task.take(rows) if shown.task is None else shown.task)
             else:
                 pieces.append(shown.fields[name] if name in shown.fields else self._column(name).take(rows))
-        return join_text(pa.repeat(pa.scalar("", TEXT), len(rows)), *pieces)  # the first gives their number, if all are constant
+        if all(isinstance(piece, str) for piece in pieces):
+            pieces.append(pa.repeat(pa.scalar("", TEXT), len(rows)))  # for the number of rows
+        return pieces
 
     def _column(self, name: str) -> pa.Array:
         if name not in self._columns:
@@ -141,7 +155,8 @@ class ColumnarTemplate:
                 texts = [column[place].as_py() for column in shown.candidates]
                 variables[CANDIDATES] = [{"letter": letter, "text": text} for letter, text in zip(LETTERS, texts, strict=False)]
             task = [{"role": "user", "content": (self.task[i] if shown.task is None else shown.task[place]).as_py()}]
-            prompts.append(self._render(Prompt(self.table.where(i), task, extra_info=extra), variables))
+            truth = None if self.ground_truth is None else self.ground_truth[i].as_py()
+            prompts.append(self._render(Prompt(self.table.where(i), task, "", truth, extra), variables))
         return pa.array(prompts, TEXT)
 
     def _render(self, prompt: Prompt, variables: Mapping[str, Any]) -> str:

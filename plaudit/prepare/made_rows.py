@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from plaudit.errors import DataError, PlauditError
 from plaudit.files import atomic_file
-from plaudit.prepare.tables import TEXT
+from plaudit.prepare.tables import Pieces, compute, join_text
 
 BATCH_ROWS = 8192
 """Rows that are made and written together."""
@@ -31,15 +31,39 @@ def rl_schema(extra_info: dict[str, pa.DataType]) -> pa.Schema:
     )
 
 
-def messages(*turns: "tuple[str, pa.Array]") -> pa.Array:
+def messages(*turns: tuple[str, Pieces]) -> pa.Array:
     """A column of conversations, each with the same roles."""
-    count = len(turns[0][1])
-    contents = pa.concat_arrays([content.cast(TEXT) for _, content in turns])
-    order = np.arange(len(turns) * count).reshape(len(turns), count).T.ravel()
-    roles = pa.array([role for role, _ in turns], pa.string()).take(pa.array(np.tile(np.arange(len(turns)), count)))
-    content = contents if len(turns) == 1 else contents.take(pa.array(order))
-    turns_of_all = pa.StructArray.from_arrays([roles, content.cast(pa.string())], ["role", "content"])
-    return pa.ListArray.from_arrays(pa.array(np.arange(count + 1) * len(turns), pa.int32()), turns_of_all)
+    return conversations([role for role, _ in turns], interleave(*(content for _, content in turns)))
+
+
+def conversations(roles: Sequence[str], contents: pa.Array) -> pa.Array:
+    """`contents`: those of the first conversation, those of the second, …"""
+    count = len(contents) // len(roles)
+    role = pa.array(roles, pa.string()).take(pa.array(np.tile(np.arange(len(roles)), count)))
+    turns = pa.StructArray.from_arrays([role, contents.cast(pa.string())], ["role", "content"])
+    return pa.ListArray.from_arrays(pa.array(np.arange(count + 1) * len(roles), pa.int32()), turns)
+
+
+def interleave(*texts: Pieces) -> pa.Array:
+    """The first text of row 1, the second of row 1, …, the first of row 2, …
+
+    Joined row by row, the texts are already in this order in memory: they only have to be told apart by their lengths.
+    """
+    joined = join_text(*(piece for text in texts for piece in text))
+    if len(texts) == 1:
+        return joined
+    lengths = np.stack([_lengths(text, len(joined)) for text in texts], 1)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return pa.LargeStringArray.from_buffers(len(offsets) - 1, pa.py_buffer(offsets), joined.buffers()[2])
+
+
+def _lengths(text: Pieces, count: int) -> np.ndarray:
+    """In bytes."""
+    lengths = np.full(count, sum(len(piece.encode()) for piece in text if isinstance(piece, str)))
+    for piece in text:
+        if not isinstance(piece, str):
+            lengths += np.asarray(compute.binary_length(piece))
+    return lengths
 
 
 def rl_rows(

@@ -22,11 +22,11 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from plaudit.data.columns import GROUND_TRUTHS, PROMPTS, find_column, listed, parse_object
+from plaudit.data.columns import GROUND_TRUTHS, PROMPTS, parse_object
 from plaudit.data.conversations import describe_type
 from plaudit.errors import DataError
 from plaudit.prepare.made_rows import BATCH_ROWS, RowSummary, messages, rl_rows, rl_schema, write_rows
-from plaudit.prepare.tables import TEXT, Table, compute, join_text
+from plaudit.prepare.tables import TEXT, Table, compute
 from plaudit.rewards.view import last_boxed
 
 AnswerIn = Literal["all", "hashes", "boxed"]
@@ -44,8 +44,8 @@ def make_math_rl(
 ) -> RowSummary:  # fmt: skip
     """Write prompts with ground truths, in their order; or `sample` rows that are drawn at random."""
     table = Table(files, skip_bad=skip_bad, report=report)
-    question_column = _column(table, question_column, PROMPTS, "--question-column")
-    answer_column = _column(table, answer_column, GROUND_TRUTHS, "--answer-column")
+    question_column = table.find(question_column, PROMPTS, "--question-column")
+    answer_column = table.find(answer_column, GROUND_TRUTHS, "--answer-column")
     questions, solutions = table.text(question_column), table.value(answer_column)
     answers = _answers(table, solutions, answer_column, answer_in)
     own_sources = table.text("data_source") if data_source is None and "data_source" in table.names else None
@@ -69,9 +69,9 @@ def make_math_rl(
             some = pa.array(rows[start : start + BATCH_ROWS])
             question = questions.take(some)
             if instruction_in == "system" and instruction:
-                prompt = messages(("system", pa.repeat(pa.scalar(instruction, TEXT), len(some))), ("user", question))
+                prompt = messages(("system", [instruction]), ("user", [question]))
             else:
-                prompt = messages(("user", join_text(question, f" {instruction}" if instruction else "")))
+                prompt = messages(("user", [question, f" {instruction}" if instruction else ""]))
             index = pa.array(np.arange(start, start + len(some)))
             extra = {"split": pa.repeat(split, len(some)), "index": index, "question": question, "solution": solutions.take(some)}
             extra |= {name: column.take(some) for name, column in own_extra.items()}
@@ -80,15 +80,6 @@ def make_math_rl(
             yield pa.Table.from_arrays([*made.columns, *(column.take(some) for column in others.values())], schema=schema)
 
     return write_rows(out, batches(), schema, summary)
-
-
-def _column(table: Table, name: str | None, usual: Sequence[str], option: str) -> str:
-    column = name or find_column(table.names, usual)
-    if column is None:
-        found = ", ".join(table.names)
-        raise DataError(f"{table.source}: there is no column {listed(usual)} (found: {found}); name the right one with {option}")
-    table.require(column, hint=f"{option} names another one.")
-    return column
 
 
 def _extra_info(table: Table) -> dict[str, pa.Array]:

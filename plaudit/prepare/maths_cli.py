@@ -1,4 +1,4 @@
-"""`plaudit prepare math-rl` and `rubric-rl`: questions for RL, and graded answers that train a rubric reward model."""
+"""`plaudit prepare math-rl`, `verifier-sft` and `rubric-rl`: questions for RL, answers for verifiers and rubric models."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -50,6 +50,49 @@ def prepare_math_rl(
     print(f"{out}: {summary}")
 
 
+def prepare_verifier_sft(
+    answers: Annotated[
+        list[Path],
+        typer.Argument(help="Files of labelled answers: question, reference, answer, and whether it is right.", show_default=False),
+    ],
+    out: OutFile,
+    question_column: Annotated[
+        str | None, typer.Option(help="Default: the first of prompt, instruction, question, problem, input.")
+    ] = None,
+    reference_column: Annotated[
+        str | None, typer.Option(help="Default: the first of ground_truth, gts, answer, solution, reference.")
+    ] = None,
+    answer_column: Annotated[
+        str | None, typer.Option(help="Column with the labelled answer. Default: the first of response, completion, output.")
+    ] = None,
+    label_column: Annotated[str, typer.Option(help="Column with true or false (1 or 0).")] = "label",
+    extract: Annotated[
+        Literal["none", "answer", "boxed", "line", "codeblock", "oneline"],
+        typer.Option(help="The part of an answer that the verifier sees, as in the `view` of its reward. none: all of it."),
+    ] = "none",
+    balance: Annotated[bool, typer.Option("--balance", help="As many right answers as wrong ones: leave out others.")] = False,
+    template: Annotated[
+        Path | None,
+        typer.Option(
+            callback=find_template,
+            help="The prompt of the `judge` that the verifier will be (question, ground_truth, response). Default: the built-in.",
+        ),
+    ] = None,
+    skip_bad_rows: SkipBadRows = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of --balance and the row order.")] = 0,
+) -> None:
+    """Labelled answers → conversations that train a verifier to say True or False."""
+    require_row_file(out)
+
+    from plaudit.prepare.verifier import LabelledColumns, make_verifier_sft
+
+    summary = make_verifier_sft(
+        answers, out, columns=LabelledColumns(question_column, reference_column, answer_column, label_column), extract=extract,
+        balance=balance, template=template, skip_bad=skip_bad_rows, seed=seed, report=report,
+    )  # fmt: skip
+    print(f"{out}: {summary}")
+
+
 def prepare_rubric_rl(
     answers: Annotated[
         list[Path], typer.Argument(help="Files of graded answers: question, answer, criteria, score.", show_default=False)
@@ -82,4 +125,4 @@ def prepare_rubric_rl(
     print(f"{out}: {summary}")
 
 
-MATHS_VERBS = {"math-rl": prepare_math_rl, "rubric-rl": prepare_rubric_rl}
+MATHS_VERBS = {"math-rl": prepare_math_rl, "verifier-sft": prepare_verifier_sft, "rubric-rl": prepare_rubric_rl}

@@ -31,7 +31,7 @@ from plaudit.prepare.scored_groups import (
     read_groups,
     split_analyses,
 )
-from plaudit.prepare.tables import TEXT, Table, any_in_lists, compute, join_text
+from plaudit.prepare.tables import TEXT, Pieces, Table, any_in_lists, compute
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.rewards.judges.candidates import LETTERS
 from plaudit.rewards.judges.judge import Judge
@@ -60,7 +60,7 @@ def make_pointwise_sft(
     def batches() -> Iterator[pa.Table]:
         for start in range(0, len(chosen), BATCH_ROWS):
             items = chosen[start : start + BATCH_ROWS]
-            answers = join_text(analyses.take(pa.array(items)), "\n\n", endings.take(pa.array(groups.scores[items])))
+            answers = [analyses.take(pa.array(items)), "\n\n", endings.take(pa.array(groups.scores[items]))]
             yield pa.Table.from_arrays([messages(("user", question(items)), ("assistant", answers))], schema=SFT_SCHEMA)
 
     return write_rows(out, batches(), SFT_SCHEMA, summary)
@@ -131,16 +131,16 @@ class _Question:
         file = template or BUILT_IN / f"{self.judge.default_template}.jinja"
         self.template = groups.judge_template(file, template_constants(self.judge), sorted(Judge.variables))
 
-    def __call__(self, items: np.ndarray) -> pa.Array:
+    def __call__(self, items: np.ndarray) -> Pieces:
         return self.template.fill(Shown(self.owner[items], response=self.candidates.take(pa.array(items))))
 
 
-def trained_judge(rule: Rule, template: Path | None) -> Judge:
-    """The judge whose prompts and answers the rows have."""
+def trained_judge(rule: Rule | Literal["true_false"], template: Path | None) -> Judge:
+    """The judge whose prompts and answers the rows have. `true_false`: a verifier."""
     model = RewardModel(path="the one that is trained")  # required by the settings; never called
     path = None if template is None else str(template)
-    if rule == "grade":
-        return Judge(kind="judge", model=model, parser="total_score", template=path)
+    if rule in ("grade", "true_false"):
+        return Judge(kind="judge", model=model, parser="total_score" if rule == "grade" else "true_false", template=path)
     return Judge(kind="judge", model=model, parser="last_number_line", template=path, lowest=LOWEST, highest=HIGHEST)
 
 

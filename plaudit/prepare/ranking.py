@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from plaudit.prepare.augmentation import Arrangements, arrange
 from plaudit.prepare.columnar_templates import Shown
-from plaudit.prepare.made_rows import BATCH_ROWS, SFT_SCHEMA, RowSummary, messages, rl_rows, rl_schema, write_rows
+from plaudit.prepare.made_rows import BATCH_ROWS, SFT_SCHEMA, RowSummary, conversations, interleave, rl_rows, rl_schema, write_rows
 from plaudit.prepare.scored_groups import (
     EXTRA_INFO,
     HIGHEST,
@@ -35,7 +35,7 @@ from plaudit.prepare.scored_groups import (
     read_groups,
     split_analyses,
 )
-from plaudit.prepare.tables import TEXT, Table, compute, join_text
+from plaudit.prepare.tables import TEXT, Pieces, Table, compute, join_text
 from plaudit.rewards.judges.candidates import LETTERS
 from plaudit.rewards.judges.templates import BUILT_IN
 
@@ -83,8 +83,8 @@ def make_ranking_sft(
 
     def batches() -> Iterator[pa.Table]:
         for some in _batches(arranged):
-            prompts, answers = question.both(some, lines)
-            yield pa.Table.from_arrays([messages(("user", prompts), ("assistant", answers))], schema=SFT_SCHEMA)
+            turns = conversations(["user", "assistant"], question.with_answer(some, lines))
+            yield pa.Table.from_arrays([turns], schema=SFT_SCHEMA)
 
     return write_rows(out, batches(), SFT_SCHEMA, summary)
 
@@ -103,6 +103,7 @@ def make_ranking_rl(
     def batches() -> Iterator[pa.Table]:
         for some in _batches(arranged):
             prompts, truths = question.with_truth(some)
+            prompt = conversations(["user"], prompts)
             width = np.arange(some.places.shape[1]) < some.sizes[:, None]
             offsets = pa.array(np.concatenate([[0], np.cumsum(some.sizes)]), pa.int32())
             shown = (groups.candidates.offsets[some.groups][:, None] + some.places)[width]
@@ -112,7 +113,7 @@ def make_ranking_rl(
                 "candidates": pa.ListArray.from_arrays(offsets, texts),
                 "shuffle_indices": pa.ListArray.from_arrays(offsets, pa.array(some.places[width].astype(np.int64))),
             }  # fmt: skip
-            yield rl_rows(RL_SCHEMA, data_source, messages(("user", prompts)), "ranking", truths, extra_info)
+            yield rl_rows(RL_SCHEMA, data_source, prompt, "ranking", truths, extra_info)
 
     return write_rows(out, batches(), RL_SCHEMA, summary)
 
@@ -147,75 +148,89 @@ class _Question:
         self.format: Format = format
         constants = {"answer": format, "lowest": LOWEST, "highest": HIGHEST}
         self.template = groups.judge_template(template or BUILT_IN / "group.jinja", constants, VARIABLES)
-        analysis, scores = pa.array([EXAMPLE[0]], TEXT), np.array([EXAMPLE[1]])
-        example = answer(analysis, scores, format, headings)[0].as_py()
-        self.example = f"\nAn example of an answer:\n\n{example}\n" if add_example else ""
+        analysis, scores = [EXAMPLE[0]], np.array([EXAMPLE[1]])
+        example = join_text(*answer(analysis, scores, format, headings))[0].as_py()
+        self.example = [f"\nAn example of an answer:\n\n{example}\n"] if add_example else []
 
-    def both(self, some: Arrangements, lines: tuple[pa.Array, pa.Array] | None) -> tuple[pa.Array, pa.Array]:
-        """Questions and answers. `lines`: each candidate's line of the analysis, before and after its letter."""
+    def with_answer(self, some: Arrangements, lines: tuple[pa.Array, pa.Array] | None) -> pa.Array:
+        """Questions and answers in turn. `lines`: each candidate's line of the analysis, before and after its letter."""
         sizes, whole = self.groups.candidates.sizes[some.groups], np.arange(some.places.shape[1])
         original = (some.sizes == sizes) & ((some.places == whole) | (whole >= some.sizes[:, None])).all(1)
 
-        def analysis(these: Arrangements, items: np.ndarray, in_order: bool) -> pa.Array:
+        def analysis(these: Arrangements, items: np.ndarray, in_order: bool) -> Pieces:
             if in_order or lines is None:
-                return self.groups.analysis.take(pa.array(these.groups))
+                return [self.groups.analysis.take(pa.array(these.groups))]
             pieces: list[str | pa.Array] = []
             for j in range(items.shape[1]):
                 before, after = (column.take(pa.array(items[:, j])) for column in lines)
                 pieces += [before, f"{LETTERS[j]}:", after, "\n"]
-            return join_text(*pieces[:-1])
+            return pieces[:-1]
 
-        def answers(these: Arrangements, items: np.ndarray, in_order: bool) -> pa.Array:
-            return answer(analysis(these, items, in_order), self.groups.scores[items], self.format, self.headings)
+        def with_answer(question: Pieces, these: Arrangements, items: np.ndarray, in_order: bool) -> list[pa.Array]:
+            end = answer(analysis(these, items, in_order), self.groups.scores[items], self.format, self.headings)
+            return [interleave(question, end)]
 
-        return self._by_structure(some, original, answers)
+        [texts] = self._by_structure(some, original, with_answer)
+        return texts
 
-    def with_truth(self, some: Arrangements) -> tuple[pa.Array, pa.Array]:
-        def truths(_: Arrangements, items: np.ndarray, __: bool) -> pa.Array:
+    def with_truth(self, some: Arrangements) -> list[pa.Array]:
+        """Questions, and their ground truths."""
+
+        def with_truth(question: Pieces, _: Arrangements, items: np.ndarray, __: bool) -> list[pa.Array]:
             scores = self.groups.scores[items]
-            return scores_as_json(scores) if self.format == "ranking_score" else ranking_line(scores)
+            truth = scores_as_json(scores) if self.format == "ranking_score" else ranking_line(scores)
+            return [join_text(*question), join_text(*truth)]
 
-        return self._by_structure(some, np.zeros(len(some), bool), truths)
+        return self._by_structure(some, np.zeros(len(some), bool), with_truth)
 
     def _by_structure(
-        self, some: Arrangements, flag: np.ndarray, second: Callable[[Arrangements, np.ndarray, bool], pa.Array]
-    ) -> tuple[pa.Array, pa.Array]:
-        """Questions and another column, made for all rows with as many candidates (and the same flag) together."""
-        keys, made = some.sizes * 2 + flag, list[tuple[np.ndarray, pa.Array, pa.Array]]()
+        self, some: Arrangements, flag: np.ndarray, make: Callable[[Pieces, Arrangements, np.ndarray, bool], list[pa.Array]]
+    ) -> list[pa.Array]:
+        """Columns made of questions, for all rows with as many candidates (and the same flag) together.
+
+        A column may have several entries for each row.
+        """
+        keys, rows, made = some.sizes * 2 + flag, list[np.ndarray](), list[list[pa.Array]]()
         for key in np.unique(keys).tolist():
             at = np.flatnonzero(keys == key)
             these = some.select(at)
             items = self.groups.candidates.offsets[these.groups][:, None] + these.places[:, : key // 2]
             candidates = [self.groups.candidates.items.take(pa.array(items[:, j])) for j in range(key // 2)]
-            prompts = self.template.fill(Shown(these.groups, candidates=candidates))
-            made.append((at, join_text(prompts, self.example), second(these, items, bool(key % 2))))
+            question = [*self.template.fill(Shown(these.groups, candidates=candidates)), *self.example]
+            rows.append(at)
+            made.append(make(question, these, items, bool(key % 2)))
         if len(made) == 1:
-            return made[0][1], made[0][2]
-        order = pa.array(np.argsort(np.concatenate([at for at, _, _ in made])))
-        first, other = (pa.concat_arrays(columns).take(order) for columns in list(zip(*made, strict=True))[1:])
-        return first, other
+            return made[0]
+        order = np.argsort(np.concatenate(rows))
+        return [_reorder(pa.concat_arrays(columns), order) for columns in zip(*made, strict=True)]
 
 
-def answer(analysis: pa.Array, scores: np.ndarray, format: Format, headings: Headings) -> pa.Array:
+def _reorder(column: pa.Array, order: np.ndarray) -> pa.Array:
+    """`order`: of rows; each has as many entries."""
+    entries = len(column) // len(order)
+    return column.take(pa.array((order[:, None] * entries + np.arange(entries)).ravel()))
+
+
+def answer(analysis: Pieces, scores: np.ndarray, format: Format, headings: Headings) -> Pieces:
     """`scores`: one row per answer, in letter order."""
     gap = "\n\n" if headings.blank_lines else "\n"
 
-    def part(heading: str, line: pa.Array) -> list[str | pa.Array]:
-        return [heading, gap, line] if heading else [line]
+    def part(heading: str, line: Pieces) -> Pieces:
+        return [heading, gap, *line] if heading else line
 
     ranking, in_order = ranking_line(scores), scores_line(scores, in_ranking_order=format != "score")
     ends = {
         "ranking_score": [*part(headings.ranking, ranking), gap, *part(headings.scores, in_order)],
-        "ranking": [ranking],
+        "ranking": ranking,
         "score": part(headings.scores, in_order),
     }
-    return join_text(analysis, "\n\n", *ends[format])
+    return [*analysis, "\n\n", *ends[format]]
 
 
 # Rankings and scores as text, for all rows at once: `plaudit/rewards/rules/ranking_lines.py` reads them ---------------
 
 
-def ranking_line(scores: np.ndarray) -> pa.Array:
+def ranking_line(scores: np.ndarray) -> Pieces:
     """`B > A = D > C`: descending, ties in letter order."""
     order = np.argsort(-scores, 1, kind="stable")
     ordered = np.take_along_axis(scores, order, 1)
@@ -224,22 +239,22 @@ def ranking_line(scores: np.ndarray) -> pa.Array:
         if j:
             pieces.append(_RELATIONS.take(pa.array((ordered[:, j] == ordered[:, j - 1]).astype(np.int8))))
         pieces.append(_LETTERS.take(pa.array(order[:, j])))
-    return join_text(*pieces)
+    return pieces
 
 
-def scores_line(scores: np.ndarray, *, in_ranking_order: bool) -> pa.Array:
+def scores_line(scores: np.ndarray, *, in_ranking_order: bool) -> Pieces:
     """`B: 9, A: 7, D: 7, C: 2`."""
     order = np.argsort(-scores, 1, kind="stable") if in_ranking_order else np.tile(np.arange(scores.shape[1]), (len(scores), 1))
     pieces: list[str | pa.Array] = []
     for j in range(scores.shape[1]):
         score = np.take_along_axis(scores, order[:, j : j + 1], 1)[:, 0]
         pieces += [_LETTERS.take(pa.array(order[:, j])), ": ", _NUMBERS.take(pa.array(score)), ", "]
-    return join_text(*pieces[:-1])
+    return pieces[:-1]
 
 
-def scores_as_json(scores: np.ndarray) -> pa.Array:
+def scores_as_json(scores: np.ndarray) -> Pieces:
     """`{"A": 2, "B": 9}`."""
     pieces: list[str | pa.Array] = []
     for j in range(scores.shape[1]):
         pieces += [f'{", " if j else "{"}"{LETTERS[j]}": ', _NUMBERS.take(pa.array(scores[:, j]))]
-    return join_text(*pieces, "}")
+    return [*pieces, "}"]

@@ -45,7 +45,7 @@ def make_rubric_rl(
     grades, grade_of = np.unique(table.numbers(columns.truth, 0.0, highest) / highest, return_inverse=True)
     truths = pa.array([f"{grade:.6g}" for grade in grades.tolist()], TEXT)
     constants, own = template_constants(trained_judge("grade", template)), sorted(Judge.variables)
-    question = ColumnarTemplate(template, table, questions, constants, {"question": questions, "criteria": criteria}, own)
+    question = ColumnarTemplate(template, table, lambda: questions, constants, {"question": questions, "criteria": criteria}, own)
     rows = np.flatnonzero(table.usable)
     summary = RowSummary("answers", read=len(rows), bad=table.bad)
 

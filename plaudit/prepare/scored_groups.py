@@ -63,8 +63,7 @@ class ScoredGroups:
     scores: np.ndarray
     analysis: pa.Array
 
-    @property
-    def task(self) -> pa.Array:
+    def make_task(self) -> pa.Array:
         """The translation task, as text."""
         return translation_task(*self.language_names, self.text)
 
@@ -81,7 +80,7 @@ class ScoredGroups:
         """A judge's prompt about candidates. It finds a row's columns, and the languages' names, in `extra_info`."""
         source, target = self.language_names
         added = {"src_text": self.text, "src_language": source, "trg_language": target}
-        return ColumnarTemplate(file, self.table, self.task, constants, added, own)
+        return ColumnarTemplate(file, self.table, self.make_task, constants, added, own)
 
     def extra_info(self, rows: np.ndarray) -> dict[str, pa.Array]:
         """What an RL row says about its group."""
@@ -178,7 +177,7 @@ def split_analyses(groups: ScoredGroups, purpose: str) -> tuple[pa.Array, pa.Arr
     head, after = (compute.list_element(parts, i) for i in (0, 1))
     before, letter = compute.utf8_slice_codeunits(head, 0, -1), compute.utf8_slice_codeunits(head, -1)
     expected = pa.array(list(LETTERS), TEXT).take(pa.array(np.minimum(place, len(LETTERS) - 1)))
-    mentions = compute.match_substring_regex(compute.replace_substring_regex(after, _QUOTES, ""), _MENTIONS)
+    mentions = _mention_others(after)
     clear = np.asarray(compute.and_not(compute.equal(letter, expected), mentions))
     good = (counts == sizes) & (np.bincount(owner, weights=~clear, minlength=len(sizes)) == 0)
 
@@ -207,6 +206,15 @@ def split_analyses(groups: ScoredGroups, purpose: str) -> tuple[pa.Array, pa.Arr
     # The last text is for bad rows, where there may be no other.
     before, after = (pa.concat_arrays([column, pa.array([*some, ""], TEXT)]).take(indices) for column, some in columns)
     return before, after
+
+
+def _mention_others(texts: pa.Array) -> pa.Array:
+    """Whether the texts seem to mention a candidate outside of quotes."""
+    found = compute.match_substring_regex(texts, f'["„“]|{_MENTIONS}')
+    if not compute.any(found).as_py():
+        return found
+    unquoted = compute.replace_substring_regex(texts.filter(found), _QUOTES, "")
+    return compute.replace_with_mask(found, found, compute.match_substring_regex(unquoted, _MENTIONS))
 
 
 def _split_analysis(analysis: str, count: int) -> list[tuple[str, str]] | None:

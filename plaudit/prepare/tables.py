@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
+from plaudit.data.columns import find_column, listed
 from plaudit.data.conversations import describe_type
 from plaudit.data.rows import Rows, read_rows
 from plaudit.errors import DataError
@@ -30,6 +31,7 @@ compute: Any = pyarrow.compute
 TEXT = pa.large_string()
 """While rows are made: an array of `string` holds 2 GB at most."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_TRUE, _FALSE = ("true", "1", "1.0"), ("false", "0", "0.0")
 MOST_REPORTED = 20
 """Bad rows that are named when they are skipped; all of them are counted."""
 
@@ -74,6 +76,15 @@ class Table:
         for rows in self._files:
             rows.require(*names, hint=hint)
 
+    def find(self, name: str | None, usual: Sequence[str], option: str) -> str:
+        """The column with this name or, if none is given, the first of the usual ones."""
+        column = name or find_column(self.names, usual)
+        if column is None:
+            found = ", ".join(self.names)
+            raise DataError(f"{self.source}: there is no column {listed(usual)} (found: {found}); name the right one with {option}")
+        self.require(column, hint=f"{option} names another one.")
+        return column
+
     # Single rows -----------------------------------------------------------------------------------------------------
 
     def row(self, i: int) -> dict[str, Any]:
@@ -104,7 +115,7 @@ class Table:
         """Text without white space around it. A row without any is bad."""
         column = compute.utf8_trim_whitespace(self._column(name, TEXT))
         self.reject(
-            is_blank(column),
+            _is_empty(column),
             f"without {name}",
             lambda i: f"column {name!r} should be text, not {describe_text(self.row(i).get(name))}",
         )
@@ -121,7 +132,7 @@ class Table:
         def describe(i: int) -> str:
             return f"column {name!r} should be text, a number or an object, not {describe_text(self.row(i).get(name))}"
 
-        self.reject(is_blank(column), f"without {name}", describe)
+        self.reject(_is_empty(column), f"without {name}", describe)
         return column.fill_null("")
 
     def optional_text(self, name: str | None) -> pa.Array:
@@ -162,7 +173,7 @@ class Table:
         self.reject((sizes < fewest) | (sizes > most), f"without {fewest} to {most} {name}", describe)
         lists = _lists(column)
         items = compute.utf8_trim_whitespace(lists.items)
-        empty = np.asarray(is_blank(items))
+        empty = np.asarray(_is_empty(items))
 
         def describe_item(i: int) -> str:
             j = int(np.flatnonzero(empty[lists.offsets[i] : lists.offsets[i + 1]])[0])
@@ -209,6 +220,17 @@ class Table:
         )
         return numbers
 
+    def flags(self, name: str) -> np.ndarray:
+        """True or false, also as 1 or 0, and as text."""
+        written = compute.utf8_lower(compute.utf8_trim_whitespace(self.printed(name)))
+        true, false = (np.asarray(compute.is_in(written, pa.array(words, TEXT))) for words in (_TRUE, _FALSE))
+        self.reject(
+            ~(true | false),
+            f"without true or false in {name}",
+            lambda i: f"column {name!r}: {self.row(i).get(name)!r:.80} should be true or false",
+        )
+        return true
+
     def printed(self, name: str, finalize: Callable[[Any], Any] = lambda value: value) -> pa.Array:
         """What a template writes for a column's values; null where there is none, or one with unpaired surrogates."""
         chunks = [rows.column(name) for rows in self._files]
@@ -239,7 +261,8 @@ class Table:
 
     def _column(self, name: str, wanted: pa.DataType) -> pa.Array:
         """A column as this type. Values of other types are null; the checks describe them."""
-        return pa.concat_arrays([chunk for rows in self._files for chunk in _as_type(rows.column(name), wanted).chunks])
+        chunks = [chunk for rows in self._files for chunk in _as_type(rows.column(name), wanted).chunks]
+        return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
 
 
 def any_in_lists(flags: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -254,7 +277,11 @@ def _lists(column: pa.Array) -> Lists:
 
 
 def is_blank(texts: pa.Array) -> pa.Array:
-    return compute.equal(compute.binary_length(compute.utf8_trim_whitespace(texts)), 0).fill_null(True)
+    return _is_empty(compute.utf8_trim_whitespace(texts))
+
+
+def _is_empty(texts: pa.Array) -> pa.Array:
+    return compute.equal(compute.binary_length(texts), 0).fill_null(True)
 
 
 def _is_text(column: "pa.ChunkedArray | list[Any]") -> bool:
@@ -316,6 +343,10 @@ def _clean_value(value: Any) -> str | None:
 
 
 # Text ----------------------------------------------------------------------------------------------------------------
+
+
+Pieces = Sequence["str | pa.Array"]
+"""Texts that are not joined yet: columns, and constants that are the same in all rows. Texts are long, so they are joined once."""
 
 
 def join_text(*pieces: "str | pa.Array") -> pa.Array:

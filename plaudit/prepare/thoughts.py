@@ -28,13 +28,13 @@ from plaudit.prepare.row_files import write_row_file
 from plaudit.recipe.thoughts import ThoughtsSettings
 from plaudit.report.activity import Activity
 from plaudit.report.progress import StepProgress, print_line
+from plaudit.response_files import CLOSE, CLOSE_RESPONSE, OPEN, OPEN_RESPONSE, TAGS
 from plaudit.resumable import ResumableJsonl, open_resumable
 from plaudit.reward_models.backend import CONTEXT, Backend, GenerationRequest, SamplingParams
 from plaudit.reward_models.many_calls import CallReport, call_each
 from plaudit.reward_models.model_registry import describe_usage
 from plaudit.types import Failure, Message
 
-OPEN_THOUGHT, CLOSE_THOUGHT, OPEN_RESPONSE, CLOSE_RESPONSE = TAGS = ("<think>", "</think>", "<response>", "</response>")
 REQUEST = (
     "FORMAT: Before you reply, plan the reply in writing. Put the plan between <think> and </think>, and after it the reply itself "
     "between <response> and </response>. Start with <think>, use each of these tags once, and write nothing outside of them. The "
@@ -189,10 +189,12 @@ def _call(
             while not _settled(known, job):
                 request = GenerationRequest(_request(question, job), key=f"{question.id}#{len(known)}")
                 [answer] = await backend.generate([request], params)
+                if answer.too_long:
+                    return Failure(CONTEXT, f"prompt {question.id} is longer than the model's context")
                 if answer.failure is not None:
                     return answer.failure
                 written = WrittenAnswer(
-                    question.id, answer.text or "", answer.truncated, answer.too_long, answer.prompt_tokens, answer.new_tokens
+                    question.id, answer.text or "", answer.truncated, False, answer.prompt_tokens, answer.new_tokens
                 )
                 known.append(written)
                 file.write(asdict(written))
@@ -206,7 +208,8 @@ def _call(
             file.write(asdict(written))
             show_done()
 
-        report = call_each(job.settings.model, limits, left, call, settle)
+        answered = any(answer.text for known in answers.values() for answer in known)
+        report = call_each(job.settings.model, limits, left, call, settle, answered=answered)
     file.sync()
     return report
 
@@ -238,10 +241,10 @@ def _read(answer: WrittenAnswer, job: ThoughtsJob) -> tuple[str, str] | None:
 def split_thought(text: str) -> tuple[str, str] | None:
     """Thought and response, if the text has the form that was requested."""
     text = text.strip()
-    if not text.startswith(OPEN_THOUGHT) or text.count(OPEN_THOUGHT) > 1 or OPEN_RESPONSE not in text:
+    if not text.startswith(OPEN) or text.count(OPEN) > 1 or OPEN_RESPONSE not in text:
         return None
-    before, _, after = text.removeprefix(OPEN_THOUGHT).partition(OPEN_RESPONSE)
-    thought, response = before.partition(CLOSE_THOUGHT)[0].strip(), after.partition(CLOSE_RESPONSE)[0].strip()
+    before, _, after = text.removeprefix(OPEN).partition(OPEN_RESPONSE)
+    thought, response = before.partition(CLOSE)[0].strip(), after.partition(CLOSE_RESPONSE)[0].strip()
     return (thought, response) if thought and response and not has_tags(thought, response) else None
 
 

@@ -15,6 +15,7 @@ from plaudit.data.row_ids import name_sources
 from plaudit.errors import DataError
 from plaudit.prepare.row_files import write_row_file
 from plaudit.prepare.thoughts import has_tags
+from plaudit.response_files import join_thought
 from plaudit.types import Message
 
 HINT = "Such rows are made by: plaudit prepare thoughts prompts.jsonl --out thoughts.jsonl --url …"
@@ -65,7 +66,7 @@ def compose_answer(thought: str | None, response: str) -> str | None:
     """The assistant's turn; None if a part of it is missing. `thought`: None for a turn without."""
     if not response.strip() or (thought is not None and not thought.strip()):
         return None
-    return response.strip() if thought is None else f"<think>\n{thought.strip()}\n</think>\n\n{response.strip()}"
+    return response.strip() if thought is None else join_thought(thought, response.strip())
 
 
 def _text(row: Mapping[str, Any], column: str, where: str) -> str:

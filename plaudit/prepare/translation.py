@@ -49,7 +49,7 @@ def make_translation_sft(
     def batches() -> Iterator[pa.Table]:
         for start in range(0, len(rows), BATCH_ROWS):
             some = rows[start : start + BATCH_ROWS]
-            turns = messages(("user", texts.template.fill(Shown(some))), ("assistant", responses.take(pa.array(some))))
+            turns = messages(("user", texts.template.fill(Shown(some))), ("assistant", [responses.take(pa.array(some))]))
             yield pa.Table.from_arrays([turns], schema=SFT_SCHEMA)
 
     return write_rows(out, batches(), SFT_SCHEMA, summary)
@@ -95,9 +95,11 @@ class _Texts:
         self.table.require("src_text", "src_lang", "trg_lang")
         self.text = self.table.text("src_text")
         (self.source, self.source_name), (self.target, self.target_name) = map(self.table.languages, ("src_lang", "trg_lang"))
-        task = translation_task(self.source_name, self.target_name, self.text)
         added = {"src_text": self.text, "src_language": self.source_name, "trg_language": self.target_name}
-        self.template = ColumnarTemplate(template or TEMPLATE, self.table, task, {}, added, ())
+        self.template = ColumnarTemplate(template or TEMPLATE, self.table, self._task, {}, added, ())
+
+    def _task(self) -> pa.Array:
+        return translation_task(self.source_name, self.target_name, self.text)
 
     def draw_targets(self, rows: np.ndarray, targets: Sequence[str], rng: np.random.Generator) -> np.ndarray:
         """For each row the number of a target language that is neither its source nor its target."""

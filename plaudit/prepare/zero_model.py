@@ -21,14 +21,14 @@ from plaudit.hub import model_folder
 from plaudit.json_files import UnreadableJson, read_object
 from plaudit.lora_folder import is_lora_folder
 from plaudit.model_files import INDEX, require_weights
+from plaudit.response_files import CLOSE_RESPONSE, OPEN, OPEN_RESPONSE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 """Tokens that end a turn in the chat models of these families. Their base models have them too, unused."""
-STOP = "</response>"
-LONGCOT = {"longcot": True, "longcot_delimiter": "<response>", "end_delimiter": None}
+LONGCOT = {"longcot": True, "longcot_delimiter": OPEN_RESPONSE, "end_delimiter": None}
 """`<response>` implies `</response>`."""
 THINKING = (
     "Below is a conversation between a user and an assistant. What the user says is inside <query> tags. The assistant first works "
@@ -86,8 +86,8 @@ def make_zero_model(
             ends = list(dict.fromkeys([encoder.eos_token_id, *ends]))  # a base model still ends a text where it did before
             _write(folder / "generation_config.json", generation | {"eos_token_id": ends})
             encoder.save_pretrained(folder)
-            (folder / "stop.txt").write_text(f"{STOP}\n", encoding="utf-8")
-            _write(folder / "longcot_config.json", LONGCOT | {"start_think_marker": "<think>" if thinking else None})
+            (folder / "stop.txt").write_text(f"{CLOSE_RESPONSE}\n", encoding="utf-8")
+            _write(folder / "longcot_config.json", LONGCOT | {"start_think_marker": OPEN if thinking else None})
             template = ChatTemplate(load_tokenizer(str(folder)), encoder.chat_template)
             prompt = template.prompt_tokens([{"role": "user", "content": "?"}])
     except OSError as error:

@@ -8,7 +8,7 @@ import pytest
 
 from plaudit.errors import DataError
 from plaudit.prepare.columnar_templates import ColumnarTemplate, Shown
-from plaudit.prepare.tables import TEXT, Table
+from plaudit.prepare.tables import TEXT, Table, join_text
 from plaudit.rewards.judges.templates import BUILT_IN
 from support.paths import REPOSITORY
 from support.rows import write_jsonl
@@ -54,15 +54,15 @@ def template_of(folder: Path, source: str, rows: list[dict] = ROWS) -> ColumnarT
     table = Table([write_jsonl(folder / "rows.jsonl", rows)], skip_bad=True, report=lambda _: None)
     task = pa.array([f"task {i} \ue001" for i in range(len(rows))], TEXT)
     constants = {"answer": "score", "lowest": 0, "highest": 10}
-    return ColumnarTemplate(folder / "t.jinja", table, task, constants, {}, ("candidates", *constants))
+    return ColumnarTemplate(folder / "t.jinja", table, lambda: task, constants, {}, ("candidates", *constants))
 
 
 def fill_both_ways(template: ColumnarTemplate) -> tuple[list[str], list[str]]:
     rows = np.array([1, 0, 1])
     shown = Shown(rows, candidates=[pa.array(texts, TEXT) for texts in (["a", "b", "c"], ["übel", "v", ""])])
-    filled = template.fill(shown).to_pylist()
+    filled = join_text(*template.fill(shown)).to_pylist()
     template.is_plain = False
-    return filled, template.fill(shown).to_pylist()
+    return filled, join_text(*template.fill(shown)).to_pylist()
 
 
 @pytest.mark.parametrize("source", PLAIN)

@@ -234,6 +234,17 @@ def test_a_server_that_rejects_every_call_settles_nothing(tmp_path, thoughts, wr
     assert "300 rows of 300 prompts" in thoughts(file)[1]
 
 
+def test_a_prompt_that_is_too_long_is_no_answer(tmp_path, thoughts, writer):
+    """A server that rejects every other call settles nothing because of it."""
+    writer.max_model_len = 100_000
+    file = prompts(tmp_path, *(f"400 content {i}" for i in range(3)), "toolong this")
+    code, _, err = thoughts(file, "limits.max_concurrent_calls=1")
+    assert code == 2
+    assert "no rows could be made (0 rows of 4 prompts; 4 without an answer (3 rejected: " in err
+    assert "1 context: prompt q3 is longer than the model's context" in err
+    assert not (tmp_path / "out.jsonl.answers.jsonl").exists()
+
+
 # Errors --------------------------------------------------------------------------------------------------------------
 
 

@@ -15,9 +15,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from plaudit.response_files import CLOSE, OPEN
 from plaudit.rewards.rules.ranking_lines import filled_lines, rank, read_ranking, read_scores
 
-CLOSE = "</think>"
 NUMBER = r"[+-]?(?:[0-9]{1,15}(?:\.[0-9]{0,15})?|\.[0-9]{1,15})"
 MOST_OBJECTS = 100
 """Number of places, from the end, where a JSON object is searched for."""
@@ -28,7 +28,7 @@ MAX_NUMBER = 1e15
 MAX_PARTS, MAX_PART_NAME = 50, 100
 """Numbers besides the score that are kept, and characters in their names: each becomes a metric."""
 _NUMBER = re.compile(NUMBER)
-_OPENED = re.compile(r"^[ \t]*<think>", re.M)
+_OPENED = re.compile(rf"^[ \t]*{OPEN}", re.M)
 _OUT_OF = re.compile(rf"({NUMBER})\s*(?:/\s*([0-9]{{1,9}})|points?)?\s*\.?", re.I)
 _TOTAL = re.compile(r"total\s+score", re.I)
 _SHARE = re.compile(rf"({NUMBER})\s*(?:points?\s*)?(?:(?:/|out\s+of|of)\s*({NUMBER})\s*(?:points?)?|(%))?", re.I)

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from plaudit.response_files import CLOSE, OPEN
 from plaudit.rewards.reward import Rule
 from plaudit.types import Prompt, Sample, Score
 
@@ -19,9 +20,9 @@ from plaudit.types import Prompt, Sample, Score
 class ThinkFormat(Rule):
     kind: Literal["think_format"]
     """Well-formed thoughts followed by an answer."""
-    opening: Annotated[str, Field(min_length=1)] = "<think>"
+    opening: Annotated[str, Field(min_length=1)] = OPEN
     """The tag before the thoughts."""
-    closing: Annotated[str, Field(min_length=1)] = "</think>"
+    closing: Annotated[str, Field(min_length=1)] = CLOSE
     """The tag after the thoughts."""
     prefilled: bool | None = None
     """The chat template writes `opening`, so the response must not; null: either is accepted."""
