@@ -155,7 +155,8 @@ def score_rows(
         settings = [in_given_order(one) for one in settings]
     to_score = RowsToScore(lambda: iter(rows), len(rows), identity)
     job = ScoreJob(
-        settings, to_score, out, tokenizer, details=True, final_causes=final_causes, verb="eval", label=label or reward.name
+        settings, to_score, out, tokenizer, details=True, final_causes=final_causes, files_may_change=False, verb="eval",
+        label=label or reward.name,
     )  # fmt: skip
     resumed = out.exists()
     summary = score(job)

@@ -295,6 +295,21 @@ def test_output_of_other_items_or_settings_is_not_resumed(tmp_path, plaudit, cha
     assert (tmp_path / "out/eval.json").read_text() == before
 
 
+def test_scores_of_a_function_that_has_changed_are_not_kept(tmp_path, plaudit):
+    """eval.json says which function it is of, and training may require it."""
+    file = write_jsonl(tmp_path / "mine.jsonl", pairs((5, 1)))
+    function = tmp_path / "own.py"
+    function.write_text("def compute_score(solution_str): return len(solution_str)")
+    recipe = write_recipe(tmp_path / "own.yaml", {"rewards": [{"kind": "function", "path": str(function)}]})
+    arguments = [file, "--rewards", recipe, "--out", tmp_path / "out"]
+    code, before, _ = evaluate(plaudit, *arguments)
+    assert (code, before["figures"]["own"]["pairs"]["accuracy"]["value"]) == (0, 1.0)
+    function.write_text("def compute_score(solution_str): return -len(solution_str)")
+    code, after, printed = evaluate(plaudit, *arguments)
+    assert (code, after) == (2, before)
+    assert f"files.{function}" in printed
+
+
 # Several rewards -----------------------------------------------------------------------------------------------------
 
 
