@@ -77,7 +77,6 @@ def _find(figures: Mapping[str, Any], where: str) -> list[tuple[str, Mapping[str
     missing = next((name for name in parts if figure not in figures.get(name, {})), None)
     if missing is not None or not parts:
         known = [f"{name}: {one}" for name, own in figures.items() for one in own]
-        raise PlauditError(
-            f"eval.require: {where!r} is not in the evaluation.{did_you_mean(where, [*known, *(k.rpartition(': ')[2] for k in known)])}"
-        )
+        near = did_you_mean(where, [*known, *(k.rpartition(": ")[2] for k in known)])
+        raise PlauditError(f"eval.require: {where!r} is not in the evaluation.{near}")
     return [(name, figures[name][figure]) for name in parts]

@@ -137,7 +137,7 @@ def _score_runs(job: RankingJob, reward: EvaluatedReward, groups: Sequence[Ranke
     rows = [(group.row, group.id, group.where) for group in groups]
     return [
         score_rows(
-            with_seed_of(reward, run), rows, job.out / "scores", {"items": digest},
+            with_seed_of(reward, run), rows, job.out / "scores", {"evaluation": "ranking", "items": digest},
             tokenizer=job.tokenizer, given_order=False, final_causes=frozenset({UNREADABLE}),
         )
         for run in range(job.runs if samples(reward) else 1)

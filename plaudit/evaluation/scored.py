@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plaudit.audit.certificate import digest_rewards
-from plaudit.errors import PlauditError
+from plaudit.errors import PlauditError, RunError
 from plaudit.files import write_atomic
 from plaudit.inputs import load_rewards
 from plaudit.json_files import UnreadableJson, read_object
@@ -150,6 +150,7 @@ def score_rows(
     failures that are results, which are not scored again. `label`: of the progress bar, if not the reward's name.
     """
     out = folder / f"{file_name(reward.name)}.jsonl"
+    _require_same_data(out, identity)
     settings = [without_substitutes(one) for one in reward.rewards]
     if given_order:
         settings = [in_given_order(one) for one in settings]
@@ -184,6 +185,15 @@ def _listed(value: Any) -> list[Any]:
 
 def _views(by_reward: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:
     return {name: one["view"] for name, one in by_reward.items()}
+
+
+def _require_same_data(out: Path, identity: Mapping[str, Any]) -> None:
+    """A folder has one evaluation: that of other data, by other rewards, would be lost when eval.json is written."""
+    for file in sorted(out.parent.glob("*.inputs.json")):
+        with suppress(UnreadableJson):
+            before = read_object(file)
+            if file.name != f"{out.name}.inputs.json" and any(before.get(name) != identity[name] for name in identity):
+                raise RunError(f"--out: {out.parent} has scores of other data ({file.name}); choose another --out")
 
 
 def _add_usage(out: Path, now: Mapping[str, UsageTotals], resumed: bool) -> dict[str, UsageTotals]:

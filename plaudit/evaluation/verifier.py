@@ -110,8 +110,9 @@ def evaluate_verifier(job: VerifierJob) -> Evaluation:
     right = np.array([truth for row in rows for truth in row.right])
     arrays: dict[str, Arrays] = {}
     details: dict[str, dict[str, Any]] = {}
+    identity = {"evaluation": "verifier", "items": digest}
     for reward in job.rewards:
-        scored = score_rows(reward, to_score, job.out / "scores", {"items": digest}, tokenizer=job.tokenizer)
+        scored = score_rows(reward, to_score, job.out / "scores", identity, tokenizer=job.tokenizer)
         arrays[reward.name] = _arrays(reward, scored, right, job.threshold)
         without = int(np.isnan(arrays[reward.name]["accuracy"]).sum())
         details[reward.name] = (

@@ -295,6 +295,21 @@ def test_output_of_other_items_or_settings_is_not_resumed(tmp_path, plaudit, cha
     assert (tmp_path / "out/eval.json").read_text() == before
 
 
+def test_an_evaluation_of_other_data_is_not_overwritten(tmp_path, plaudit):
+    """Not by another reward, and not by another kind of evaluation."""
+    own, other = (write_jsonl(tmp_path / f"{name}.jsonl", pairs((5, 1), (1, 5))[:n]) for name, n in (("own", 2), ("other", 1)))
+    longer = write_recipe(tmp_path / "longer.yaml", {"rewards": [LONGER]})
+    shorter = write_recipe(tmp_path / "shorter.yaml", {"rewards": [SHORTER]})
+    assert evaluate(plaudit, own, "--rewards", longer, "--out", tmp_path / "out")[0] == 0
+    before = (tmp_path / "out/eval.json").read_text()
+    for verb, file in (("rewards", other), ("verifier", own)):
+        code, _, stderr = plaudit("eval", verb, file, "--rewards", shorter, "--out", tmp_path / "out")
+        assert code == 2
+        assert "has scores of other data" in stderr
+    assert (tmp_path / "out/eval.json").read_text() == before
+    assert evaluate(plaudit, own, "--rewards", longer, shorter, "--out", tmp_path / "out")[0] == 0
+
+
 def test_scores_of_a_function_that_has_changed_are_not_kept(tmp_path, plaudit):
     """eval.json says which function it is of, and training may require it."""
     file = write_jsonl(tmp_path / "mine.jsonl", pairs((5, 1)))
