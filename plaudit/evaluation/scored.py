@@ -1,6 +1,8 @@
 """Rows scored by a reward that is evaluated: one resumable file per reward, with each judge's prompt and answer."""
 
 import json
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -10,6 +12,7 @@ from typing import Any
 
 from plaudit.audit.certificate import digest_rewards
 from plaudit.errors import PlauditError, RunError
+from plaudit.evaluation.compared import difference_name
 from plaudit.files import write_atomic
 from plaudit.inputs import load_rewards
 from plaudit.json_files import UnreadableJson, read_object
@@ -20,6 +23,9 @@ from plaudit.reward_models.model_registry import UsageTotals
 from plaudit.rewards.judges.group_judge import GroupJudge
 from plaudit.rewards.judges.pairwise_judge import PairwiseJudge
 from plaudit.rewards.reward import Reward
+
+LONGEST_NAME = 200
+"""In bytes: a file's name has at most 255."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,21 @@ def name_paths(given: Sequence[str], short: Callable[[Path], str], option: str) 
     if twice is not None:
         before = f"{option} " if option.startswith("--") else ""
         raise PlauditError(f"{option}: two of them are called {twice!r}; name them: {before}first={split[0][1]} …")
+    _require_usable(names, option)
     return {name: path for name, (_, path) in zip(names, split, strict=True)}
+
+
+def _require_usable(names: Sequence[str], option: str) -> None:
+    """Names of what is evaluated are those of files, and eval.json has differences and runs by names made from them."""
+    differences = {difference_name(a, b) for a in names for b in names}
+    for name in names:
+        if len(name.encode()) > LONGEST_NAME:
+            raise PlauditError(f"{option}: the name {name[:40]}… has {len(name):,} characters; choose a shorter one")
+        run = re.fullmatch(r"(.+)-run\d+", name)
+        if name in differences or (run and run[1] in names):
+            raise PlauditError(f"{option}: {name!r} is also what a part of the result is called; choose another name")
+        if name in (".", ".."):
+            raise PlauditError(f"{option}: {name!r} is a folder; choose another name, as in NAME=PATH")
 
 
 def file_name(name: str) -> str:
@@ -70,7 +90,8 @@ def file_name(name: str) -> str:
 
 def _split_name(given: str) -> tuple[str | None, Path]:
     name, equals, path = given.partition("=")
-    return (name, Path(path)) if equals and not Path(given).exists() else (None, Path(given))
+    exists = os.path.exists(given)  # False, rather than an error, if it is too long for a path
+    return (name, Path(path)) if equals and not exists else (None, Path(given))
 
 
 def change_rewards(reward: RewardSettings, changes: Callable[[RewardSettings], dict[str, Any]]) -> RewardSettings:

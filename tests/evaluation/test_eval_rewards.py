@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plaudit.errors import PlauditError
 from plaudit.evaluation.scored import EvaluatedReward, RewardScores, in_given_order, load_evaluated
 from plaudit.loops.score import LocatedRow
 from plaudit.recipe import ScoreRecipe
@@ -349,6 +350,21 @@ def test_names_of_rewards(tmp_path, plaudit):
     code, _, printed = evaluate(plaudit, file, "--rewards", recipes[0], recipes[0], "--out", tmp_path / "twice")
     assert code == 2
     assert "two of them are called 'one/rm'; name them: --rewards first=" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a", "b", "a - b"], "'a - b' is also what a part of the result is called"),
+        (["judge-run2", "judge"], "'judge-run2' is also what a part of the result is called"),
+        (["x" * 300], "has 300 characters; choose a shorter one"),
+        ([".."], "'..' is a folder; choose another name"),
+    ],
+)
+def test_names_that_cannot_be_used(tmp_path, names, message):
+    recipe = write_recipe(tmp_path / "r.yaml", {"rewards": [LONGER]})
+    with pytest.raises(PlauditError, match=message):
+        load_evaluated([f"{name}={recipe}" for name in names])
 
 
 def test_a_difference_is_of_the_items_that_both_have_values_for(tmp_path):
