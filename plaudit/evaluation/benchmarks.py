@@ -15,7 +15,7 @@ columns in extra_info.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from plaudit.data.conversations import Source
 from plaudit.data.rollouts import parse_response, split_responses
 from plaudit.errors import DataError
 from plaudit.evaluation.rewardbench import SECTIONS, TIES
-from plaudit.evaluation.row_files import Row, RowFile, open_files
+from plaudit.evaluation.row_files import Row, RowFile, hide_in_extra_info, open_files
 
 Benchmark = Literal["pairs", "rewardbench", "rewardbench2", "rm_bench", "judgebench", "rmb", "llmbar"]
 
@@ -187,10 +187,7 @@ def _without(row: Row, *names: str) -> Row:
 def _visible(row: Row) -> Row:
     """What rewards see: nothing that tells which response is right. (An id may, as `ref:1` of RewardBench 2.)"""
     seen = {name: value for name, value in _without(row, "id", *RESPONSES).items() if not _tells(name)}
-    extra = parse_object(seen.get("extra_info"))
-    if isinstance(extra, Mapping):
-        seen["extra_info"] = {name: value for name, value in extra.items() if not _tells(name)}
-    return seen
+    return hide_in_extra_info(seen, _tells)
 
 
 def _tells(column: str) -> bool:

@@ -87,7 +87,7 @@ def evaluate_ranking(job: RankingJob) -> Evaluation:
         }
     )
     epsilons = {name: {part.name: own.best_epsilon(part) for part in parts} for name, own in predictions.items()}
-    prompts = prompt_numbers([prompt_key(group.row) for group in groups])
+    prompts = prompt_numbers([prompt_key(group.row, group.id) for group in groups])
     found, differences = estimate_parts(
         parts,
         lambda part: {name: own.arrays(part, epsilons[name][part.name]) for name, own in predictions.items()},

@@ -158,6 +158,7 @@ def test_real_translations(plaudit, real_data, tmp_path):
 def test_rewards_see_a_translation_as_in_training(tmp_path):
     """The fields of a row that trains a translation policy, and nothing that tells which candidate is good."""
     row = GROUP | {"trg_text": "Guten Morgen!", "systems": ["a", "b", "c", "d"], "id": "seg 7", "domain": "talks"}
+    row["extra_info"] = {"scores": row["scores"], "analysis": "the first one is best"}
     file = write_jsonl(tmp_path / "groups.jsonl", [row])
     [group] = read_groups([Source(file)], GroupColumns())
     prompt = parse_group(group.row, group.id, group.where).prompt
