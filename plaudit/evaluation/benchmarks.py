@@ -97,7 +97,7 @@ def _file_subset(benchmark: Benchmark, file: str) -> str:
 
 
 def detect(rows: Iterable[Row], where: str) -> Benchmark:
-    """Which benchmark a file is, by the columns of its first row."""
+    """Which benchmark a file is, by the columns of its first row, and for RewardBench by all subsets."""
     first = {column: plain(value) for column, value in next(iter(rows)).items() if value is not None}
     if {"input", "output_1", "output_2", "label"} <= first.keys():
         return "llmbar"
@@ -112,7 +112,9 @@ def detect(rows: Iterable[Row], where: str) -> Benchmark:
         return "rewardbench2" if "num_correct" in first else "rm_bench"
     if any(lists):
         raise DataError(f"{where}: of `chosen` and `rejected` one is a list of texts and the other is not. {HINT}")
-    return "rewardbench" if str(first.get("subset")) in {subset for subsets in SECTIONS.values() for subset in subsets} else "pairs"
+    # One's own pairs may have some of these subsets too: others would be in no section, and so not in the total.
+    known = {subset for subsets in SECTIONS.values() for subset in subsets}
+    return "rewardbench" if all(str(row.get("subset")) in known for row in rows) else "pairs"
 
 
 # One function per benchmark: responses, which of them are right, what rewards may see, and the subset ------------------------
