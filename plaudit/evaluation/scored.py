@@ -20,6 +20,7 @@ from plaudit.loops.score import LocatedRow, RowsToScore, ScoreJob, results_of, s
 from plaudit.recipe import RewardSettings
 from plaudit.recipe.rewards import nested_rewards
 from plaudit.reward_models.model_registry import UsageTotals
+from plaudit.rewards.combine import labels_needed
 from plaudit.rewards.judges.group_judge import GroupJudge
 from plaudit.rewards.judges.pairwise_judge import PairwiseJudge
 from plaudit.rewards.reward import Reward
@@ -39,7 +40,8 @@ class EvaluatedReward:
     @property
     def compares(self) -> bool:
         """Whether a response's value depends on the others, and so perhaps on their order."""
-        inside = [one for reward in self.rewards if reward.weight for _, one in nested_rewards(reward, reward.label)]
+        needed = [reward for reward in self.rewards if reward.label in labels_needed(self.rewards)]
+        inside = [one for reward in needed for _, one in nested_rewards(reward, reward.label)]
         return any(isinstance(one, Reward) and not one.scores_alone for one in inside)
 
     @property

@@ -22,6 +22,7 @@ from support.evaluation import (
     answers,
     evaluate_files,
     evaluate_rows,
+    evaluated,
     judge_at,
     pairs,
     task_in,
@@ -165,6 +166,13 @@ def test_judges_show_the_responses_in_both_orders(tmp_path):
                 assert sorted(calls) == sorted(both), f"{kind} {name}"
                 assert (found["accuracy"], found["as_given"], found["swapped"]) == (0.5, 1.0, 0.0)
                 assert (found["position_bias"], found["consistency"], found["first_position"]) == (1.0, 0.0, 1.0)
+
+
+def test_a_judge_that_is_a_gate_shows_both_orders_too():
+    """Without a weight of its own it decides what others are worth. If it only watches, its order does not matter."""
+    judge = {"kind": "pairwise_judge", "model": {"path": "m"}, "weight": 0.0}
+    assert evaluated("gate", judge, LONGER | {"gate": "pairwise_judge"}).compares
+    assert not evaluated("watches", judge, LONGER).compares
 
 
 def test_given_order_changes_nothing_else():
