@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +180,9 @@ def score_rows(
         settings = [in_given_order(one) for one in settings]
     to_score = RowsToScore(lambda: iter(rows), len(rows), identity)
     job = ScoreJob(
-        settings, to_score, out, tokenizer, details=True, final_causes=final_causes, files_may_change=False, verb="eval",
-        label=label or reward.name,
+        settings, to_score, out, tokenizer, details=True, final_causes=final_causes, files_may_change=False,
+        report_usage=partial(_add_usage, out, _read_usage(out)), verb="eval", label=label or reward.name,
     )  # fmt: skip
-    resumed = out.exists()
     summary = score(job)
     with out.open(encoding="utf-8", newline="\n") as file:
         scored = [json.loads(line) for line in file]
@@ -197,7 +197,7 @@ def score_rows(
         malformed=summary.malformed,
         failures=summary.failures,
         messages=summary.messages,
-        usage=_add_usage(out, summary.models, resumed),
+        usage=_read_usage(out),
         per_s=summary.per_s,
     )
 
@@ -219,17 +219,22 @@ def _require_same_data(out: Path, identity: Mapping[str, Any]) -> None:
                 raise RunError(f"--out: {out.parent} has scores of other data ({file.name}); choose another --out")
 
 
-def _add_usage(out: Path, now: Mapping[str, UsageTotals], resumed: bool) -> dict[str, UsageTotals]:
+def _read_usage(out: Path) -> dict[str, UsageTotals]:
     """Usage of all commands that have scored this file, which is kept next to it."""
-    file = out.with_name(f"{out.name}.usage.json")
-    before = dict[str, Any]()
-    if resumed:
+    usage = dict[str, Any]()
+    if out.exists():
         with suppress(UnreadableJson):
-            before = read_object(file)
-    total = sum_usage(before, now)
-    if total:
-        write_atomic(file, json.dumps(total))
-    return total
+            usage = read_object(_usage_file(out))
+    return usage
+
+
+def _add_usage(out: Path, before: Mapping[str, UsageTotals], now: Mapping[str, UsageTotals]) -> None:
+    if total := sum_usage(before, now):
+        write_atomic(_usage_file(out), json.dumps(total))
+
+
+def _usage_file(out: Path) -> Path:
+    return out.with_name(f"{out.name}.usage.json")
 
 
 def sum_usage(*usages: Mapping[str, UsageTotals]) -> dict[str, UsageTotals]:

@@ -86,6 +86,8 @@ class ScoreJob:
     """Failures by these causes are results: their rows are not scored again."""
     files_may_change: bool = True
     """Whether scores from before a file or model of a reward changed are kept, with a warning; else they are not resumed."""
+    report_usage: Callable[[Mapping[str, UsageTotals]], None] = lambda _: None
+    """Called with the usage of reward models once, also if scoring is interrupted: what they did is paid for."""
     verb: str = "score"
     """The plaudit command, for messages."""
     label: str = "score"
@@ -219,8 +221,11 @@ def score(job: ScoreJob) -> Summary:
         summary, failed = _read_scored(job, file)
         if failed or len(file.done) < job.rows.total:  # else no model is loaded and no server is called
             with RewardRunner(job.rewards, cache=cache, tolerant=True) as runner:
-                _score_missing(job, file, runner, summary, failed)
-                summary.models = runner.amounts()
+                try:
+                    _score_missing(job, file, runner, summary, failed)
+                finally:
+                    summary.models = runner.amounts()
+                    job.report_usage(summary.models)
     if job.allow_failures or not summary.rows_without_value:
         for leftover in (cache, *(cache.with_name(f"{cache.name}-{end}") for end in ("wal", "shm"))):
             leftover.unlink(missing_ok=True)

@@ -260,6 +260,8 @@ def test_stopped_halfway_it_resumes(flaky, plaudit, monkeypatch):
     assert (code, found["figures"]["judge"]["pairs"]["accuracy"]["value"]) == (0, 3 / 4)
     # Three rows were written: both orders of the first pair, and one of the second.
     again = Counter(judge.calls[before:])
+    [usage] = found["details"]["judge"]["usage"].values()
+    assert usage["calls"] >= 3 + again.total(), "of both commands"
     assert again <= Counter({"question 1": 1, "question 2": 2, "question 3": 2})
     assert Counter(judge.calls) >= Counter({f"question {i}": 2 for i in range(4)})
 
