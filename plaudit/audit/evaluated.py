@@ -10,6 +10,8 @@ from plaudit.errors import PlauditError, did_you_mean, nearest_path
 from plaudit.recipe import RewardSettings
 from plaudit.recipe.evaluation import EvalSettings
 
+SHARES = ("rewards", "ranking", "verifier")
+"""Evaluations whose figures are at most 1."""
 AGAIN = "Evaluate them with: plaudit eval rewards FILE --rewards R.yaml"
 
 
@@ -35,6 +37,9 @@ def require_evaluated(settings: EvalSettings, rewards: Sequence[RewardSettings])
         )
     try:
         problems = list(_problems(settings, figures[name], details[name]))
+        problems += _in_per_cent(settings) if kind in SHARES else []
+    except PlauditError:
+        raise
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise PlauditError(f"eval.require: {path} is damaged ({type(error).__name__}: {error}). {AGAIN}") from None
     if problems:
@@ -56,6 +61,15 @@ def _problems(settings: EvalSettings, figures: Mapping[str, Any], details: Mappi
                     yield f"{part}: {where.rpartition(': ')[2]} is {shown}, {relation} than {bound:g}"
 
 
+def _in_per_cent(settings: EvalSettings) -> list[str]:
+    """Bounds that no figure exceeds: tables are in per cent, bounds are not."""
+    return [
+        f"at_most of {where!r} is {bound:g}, but figures are between 0 and 1: 5 % is 0.05"
+        for where, bound in settings.at_most.items()
+        if bound > 1
+    ]
+
+
 def _find(figures: Mapping[str, Any], where: str) -> list[tuple[str, Mapping[str, Any]]]:
     """`accuracy`: of all data, by benchmark or file. `PART: accuracy`: of that part."""
     part, _, figure = where.rpartition(": ")
@@ -63,7 +77,6 @@ def _find(figures: Mapping[str, Any], where: str) -> list[tuple[str, Mapping[str
     missing = next((name for name in parts if figure not in figures.get(name, {})), None)
     if missing is not None or not parts:
         known = [f"{name}: {one}" for name, own in figures.items() for one in own]
-        raise PlauditError(
-            f"eval: {where!r} is not in the evaluation.{did_you_mean(where, [*known, *(k.rpartition(': ')[2] for k in known)])}"
-        )
+        near = did_you_mean(where, [*known, *(k.rpartition(": ")[2] for k in known)])
+        raise PlauditError(f"eval.require: {where!r} is not in the evaluation.{near}")
     return [(name, figures[name][figure]) for name in parts]

@@ -15,7 +15,7 @@ columns in extra_info.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from plaudit.data.conversations import Source
 from plaudit.data.rollouts import parse_response, split_responses
 from plaudit.errors import DataError
 from plaudit.evaluation.rewardbench import SECTIONS, TIES
-from plaudit.evaluation.row_files import Row, RowFile, open_files
+from plaudit.evaluation.row_files import Row, RowFile, hide_in_extra_info, open_files
 
 Benchmark = Literal["pairs", "rewardbench", "rewardbench2", "rm_bench", "judgebench", "rmb", "llmbar"]
 
@@ -97,7 +97,7 @@ def _file_subset(benchmark: Benchmark, file: str) -> str:
 
 
 def detect(rows: Iterable[Row], where: str) -> Benchmark:
-    """Which benchmark a file is, by the columns of its first row."""
+    """Which benchmark a file is, by the columns of its first row, and for RewardBench by all subsets."""
     first = {column: plain(value) for column, value in next(iter(rows)).items() if value is not None}
     if {"input", "output_1", "output_2", "label"} <= first.keys():
         return "llmbar"
@@ -112,7 +112,9 @@ def detect(rows: Iterable[Row], where: str) -> Benchmark:
         return "rewardbench2" if "num_correct" in first else "rm_bench"
     if any(lists):
         raise DataError(f"{where}: of `chosen` and `rejected` one is a list of texts and the other is not. {HINT}")
-    return "rewardbench" if str(first.get("subset")) in {subset for subsets in SECTIONS.values() for subset in subsets} else "pairs"
+    # One's own pairs may have some of these subsets too: others would be in no section, and so not in the total.
+    known = {subset for subsets in SECTIONS.values() for subset in subsets}
+    return "rewardbench" if all(str(row.get("subset")) in known for row in rows) else "pairs"
 
 
 # One function per benchmark: responses, which of them are right, what rewards may see, and the subset ------------------------
@@ -187,10 +189,7 @@ def _without(row: Row, *names: str) -> Row:
 def _visible(row: Row) -> Row:
     """What rewards see: nothing that tells which response is right. (An id may, as `ref:1` of RewardBench 2.)"""
     seen = {name: value for name, value in _without(row, "id", *RESPONSES).items() if not _tells(name)}
-    extra = parse_object(seen.get("extra_info"))
-    if isinstance(extra, Mapping):
-        seen["extra_info"] = {name: value for name, value in extra.items() if not _tells(name)}
-    return seen
+    return hide_in_extra_info(seen, _tells)
 
 
 def _tells(column: str) -> bool:

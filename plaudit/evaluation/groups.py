@@ -18,7 +18,7 @@ from plaudit.data.columns import GROUND_TRUTHS, PAIR, RESPONSES, first_value, ha
 from plaudit.data.conversations import Source
 from plaudit.data.rollouts import split_responses
 from plaudit.errors import DataError, did_you_mean
-from plaudit.evaluation.row_files import EvaluatedRow, Row, RowFile, open_files
+from plaudit.evaluation.row_files import EvaluatedRow, Row, RowFile, hide_in_extra_info, open_files
 from plaudit.prepare.scored_groups import TRANSLATION, translation_fields
 
 CANDIDATES = ("mt_texts", "responses", "completions")
@@ -103,6 +103,7 @@ def _read(file: RowFile, columns: GroupColumns) -> Iterator[RankedGroup]:
                 raise DataError(f"{one.where}: `{columns.systems}` names a system twice: {', '.join(systems)}")
         own = {columns.candidates, columns.scores, columns.systems}
         row = {name: value for name, value in one.row.items() if name not in HIDDEN | own} | {"responses": texts}
+        row = hide_in_extra_info(row, (own | {*SCORES, *SYSTEMS, "analysis"}).__contains__)
         languages = ""
         if translation:
             fields = translation_fields(row, one.where)

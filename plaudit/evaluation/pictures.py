@@ -1,9 +1,11 @@
 """Pictures of evaluations: figures with their intervals side by side, and curves."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from plaudit.errors import PlauditError
 from plaudit.evaluation.results import Figures
 from plaudit.statistics.intervals import Estimate
 
@@ -46,7 +48,8 @@ def draw_verifier(figures: Mapping[str, Mapping[str, Estimate]], path: Path) -> 
             x, y = own["false_accept_rate"], own["false_reject_rate"]
             # Rewards that agree have the same point: later ones are smaller.
             style = _style(i, size=max(4, 12 - 2 * i))
-            axes.errorbar([100 * x.value], [100 * y.value], xerr=_spans([x], 100), yerr=_spans([y], 100), label=name, **style)
+            spans = {"xerr": _spans([x], 100), "yerr": _spans([y], 100)}
+            axes.errorbar([100 * x.value], [100 * y.value], label=_plain(name), **spans, **style)
     axes.set_xlabel("false accepts, per cent of wrong answers", fontsize=8)
     axes.set_ylabel("false rejects, per cent of right answers", fontsize=8)
     axes.set_xlim(left=min(-2.0, axes.get_xlim()[0]))
@@ -153,7 +156,7 @@ def _draw_parts(axes: Any, figures: Mapping[str, Figures], which: str, unit: flo
         label.set_fontweight("bold" if "/" not in part else "normal")
     for border in range(1, len(parts)):
         axes.axhline(border - 0.5, color="0.9", linewidth=0.8, zorder=0)
-    axes.set_ylim(len(parts) - 0.5, -0.5)
+    axes.set_ylim(max(1, len(parts)) - 0.5, -0.5)
     axes.tick_params(axis="x", labelsize=8)
     axes.grid(axis="x", alpha=0.3)
 
@@ -211,8 +214,11 @@ def _shorten(part: str) -> str:
 def _save(figure: Any, path: Path) -> None:
     temporary = path.with_name(f".{path.name}.aside")
     try:
-        figure.savefig(temporary, dpi=120, format="png")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # names may be in any script
+            figure.savefig(temporary, dpi=120, format="png")
         temporary.replace(path)
-    except BaseException:
+    except OSError as error:
+        raise PlauditError(f"--out: {path} cannot be written: {error}") from None
+    finally:
         temporary.unlink(missing_ok=True)
-        raise

@@ -87,7 +87,7 @@ def evaluate_ranking(job: RankingJob) -> Evaluation:
         }
     )
     epsilons = {name: {part.name: own.best_epsilon(part) for part in parts} for name, own in predictions.items()}
-    prompts = prompt_numbers([prompt_key(group.row) for group in groups])
+    prompts = prompt_numbers([prompt_key(group.row, group.id) for group in groups])
     found, differences = estimate_parts(
         parts,
         lambda part: {name: own.arrays(part, epsilons[name][part.name]) for name, own in predictions.items()},
@@ -137,7 +137,7 @@ def _score_runs(job: RankingJob, reward: EvaluatedReward, groups: Sequence[Ranke
     rows = [(group.row, group.id, group.where) for group in groups]
     return [
         score_rows(
-            with_seed_of(reward, run), rows, job.out / "scores", {"items": digest},
+            with_seed_of(reward, run), rows, job.out / "scores", {"evaluation": "ranking", "items": digest},
             tokenizer=job.tokenizer, given_order=False, final_causes=frozenset({UNREADABLE}),
         )
         for run in range(job.runs if samples(reward) else 1)

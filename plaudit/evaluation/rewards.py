@@ -77,7 +77,7 @@ def _outcomes(job: RewardsJob, reward: EvaluatedReward, items: Sequence[Item]) -
     shown = [shown_groups(item, reward.compares) for item in items]
     rows = [row for item, groups in zip(items, shown, strict=True) for row in _rows(item, groups)]
     digest = text_digest(repr([(item.id, item.row, item.responses, item.right) for item in items]))
-    identity = {"items": f"{len(items)} with digest {digest}"}
+    identity = {"evaluation": "rewards", "items": f"{len(items)} with digest {digest}"}
     scored = score_rows(reward, rows, job.out / "scores", identity, tokenizer=job.tokenizer)
     values = iter(scored.values)
     outcomes = [Outcome(item, groups, [next(values) for _ in groups]) for item, groups in zip(items, shown, strict=True)]

@@ -1,12 +1,12 @@
 """Files of an evaluation: rows as plain values, with ids that are unique among all files."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from plaudit.data.columns import CONVERSATIONS, PROMPTS, plain
+from plaudit.data.columns import CONVERSATIONS, PROMPTS, parse_object, plain
 from plaudit.data.conversations import Source, without_nulls
 from plaudit.data.row_ids import name_sources
 from plaudit.data.rows import Rows
@@ -58,6 +58,17 @@ def open_files(sources: Sequence[Source], max_rows: int | None) -> Iterator[RowF
         yield RowFile(str(source), name.rpartition(".")[0] or name, source.rows(), max_rows)
 
 
-def prompt_key(row: Row) -> str:
-    """What tells prompts apart."""
-    return json.dumps([row.get(name) for name in (*PROMPTS, *CONVERSATIONS)], default=str)
+def prompt_key(row: Row, id: str) -> str:
+    """What tells prompts apart. Messages may include the answer: a row with `prompt` is told apart by that alone. Rows without a
+    prompt are told apart by their ids."""
+    columns = ("prompt",) if row.get("prompt") else (*PROMPTS, *CONVERSATIONS)
+    found = {name: row[name] for name in columns if row.get(name)}
+    return json.dumps(found or id, default=str)
+
+
+def hide_in_extra_info(row: Row, tells: Callable[[str], bool]) -> Row:
+    """The row without what its extra_info, an object or one as JSON text, has under names that tell what is to be found out."""
+    extra = parse_object(row.get("extra_info"))
+    if not isinstance(extra, Mapping):
+        return row
+    return row | {"extra_info": {name: value for name, value in extra.items() if not tells(name)}}

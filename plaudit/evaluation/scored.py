@@ -1,15 +1,19 @@
 """Rows scored by a reward that is evaluated: one resumable file per reward, with each judge's prompt and answer."""
 
 import json
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from plaudit.audit.certificate import digest_rewards
-from plaudit.errors import PlauditError
+from plaudit.errors import PlauditError, RunError
+from plaudit.evaluation.compared import difference_name
 from plaudit.files import write_atomic
 from plaudit.inputs import load_rewards
 from plaudit.json_files import UnreadableJson, read_object
@@ -17,9 +21,13 @@ from plaudit.loops.score import LocatedRow, RowsToScore, ScoreJob, results_of, s
 from plaudit.recipe import RewardSettings
 from plaudit.recipe.rewards import nested_rewards
 from plaudit.reward_models.model_registry import UsageTotals
+from plaudit.rewards.combine import labels_needed
 from plaudit.rewards.judges.group_judge import GroupJudge
 from plaudit.rewards.judges.pairwise_judge import PairwiseJudge
 from plaudit.rewards.reward import Reward
+
+LONGEST_NAME = 200
+"""In bytes: a file's name has at most 255."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,8 @@ class EvaluatedReward:
     @property
     def compares(self) -> bool:
         """Whether a response's value depends on the others, and so perhaps on their order."""
-        inside = [one for reward in self.rewards if reward.weight for _, one in nested_rewards(reward, reward.label)]
+        needed = [reward for reward in self.rewards if reward.label in labels_needed(self.rewards)]
+        inside = [one for reward in needed for _, one in nested_rewards(reward, reward.label)]
         return any(isinstance(one, Reward) and not one.scores_alone for one in inside)
 
     @property
@@ -60,7 +69,21 @@ def name_paths(given: Sequence[str], short: Callable[[Path], str], option: str) 
     if twice is not None:
         before = f"{option} " if option.startswith("--") else ""
         raise PlauditError(f"{option}: two of them are called {twice!r}; name them: {before}first={split[0][1]} …")
+    _require_usable(names, option)
     return {name: path for name, (_, path) in zip(names, split, strict=True)}
+
+
+def _require_usable(names: Sequence[str], option: str) -> None:
+    """Names of what is evaluated are those of files, and eval.json has differences and runs by names made from them."""
+    differences = {difference_name(a, b) for a in names for b in names}
+    for name in names:
+        if len(name.encode()) > LONGEST_NAME:
+            raise PlauditError(f"{option}: the name {name[:40]}… has {len(name):,} characters; choose a shorter one")
+        run = re.fullmatch(r"(.+)-run\d+", name)
+        if name in differences or (run and run[1] in names):
+            raise PlauditError(f"{option}: {name!r} is also what a part of the result is called; choose another name")
+        if name in (".", ".."):
+            raise PlauditError(f"{option}: {name!r} is a folder; choose another name, as in NAME=PATH")
 
 
 def file_name(name: str) -> str:
@@ -70,7 +93,8 @@ def file_name(name: str) -> str:
 
 def _split_name(given: str) -> tuple[str | None, Path]:
     name, equals, path = given.partition("=")
-    return (name, Path(path)) if equals and not Path(given).exists() else (None, Path(given))
+    exists = os.path.exists(given)  # False, rather than an error, if it is too long for a path
+    return (name, Path(path)) if equals and not exists else (None, Path(given))
 
 
 def change_rewards(reward: RewardSettings, changes: Callable[[RewardSettings], dict[str, Any]]) -> RewardSettings:
@@ -150,14 +174,15 @@ def score_rows(
     failures that are results, which are not scored again. `label`: of the progress bar, if not the reward's name.
     """
     out = folder / f"{file_name(reward.name)}.jsonl"
+    _require_same_data(out, identity)
     settings = [without_substitutes(one) for one in reward.rewards]
     if given_order:
         settings = [in_given_order(one) for one in settings]
     to_score = RowsToScore(lambda: iter(rows), len(rows), identity)
     job = ScoreJob(
-        settings, to_score, out, tokenizer, details=True, final_causes=final_causes, verb="eval", label=label or reward.name
+        settings, to_score, out, tokenizer, details=True, final_causes=final_causes, files_may_change=False,
+        report_usage=partial(_add_usage, out, _read_usage(out)), verb="eval", label=label or reward.name,
     )  # fmt: skip
-    resumed = out.exists()
     summary = score(job)
     with out.open(encoding="utf-8", newline="\n") as file:
         scored = [json.loads(line) for line in file]
@@ -172,7 +197,7 @@ def score_rows(
         malformed=summary.malformed,
         failures=summary.failures,
         messages=summary.messages,
-        usage=_add_usage(out, summary.models, resumed),
+        usage=_read_usage(out),
         per_s=summary.per_s,
     )
 
@@ -185,17 +210,31 @@ def _views(by_reward: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:
     return {name: one["view"] for name, one in by_reward.items()}
 
 
-def _add_usage(out: Path, now: Mapping[str, UsageTotals], resumed: bool) -> dict[str, UsageTotals]:
-    """Usage of all commands that have scored this file, which is kept next to it."""
-    file = out.with_name(f"{out.name}.usage.json")
-    before = dict[str, Any]()
-    if resumed:
+def _require_same_data(out: Path, identity: Mapping[str, Any]) -> None:
+    """A folder has one evaluation: that of other data, by other rewards, would be lost when eval.json is written."""
+    for file in sorted(out.parent.glob("*.inputs.json")):
         with suppress(UnreadableJson):
             before = read_object(file)
-    total = sum_usage(before, now)
-    if total:
-        write_atomic(file, json.dumps(total))
-    return total
+            if file.name != f"{out.name}.inputs.json" and any(before.get(name) != identity[name] for name in identity):
+                raise RunError(f"--out: {out.parent} has scores of other data ({file.name}); choose another --out")
+
+
+def _read_usage(out: Path) -> dict[str, UsageTotals]:
+    """Usage of all commands that have scored this file, which is kept next to it."""
+    usage = dict[str, Any]()
+    if out.exists():
+        with suppress(UnreadableJson):
+            usage = read_object(_usage_file(out))
+    return usage
+
+
+def _add_usage(out: Path, before: Mapping[str, UsageTotals], now: Mapping[str, UsageTotals]) -> None:
+    if total := sum_usage(before, now):
+        write_atomic(_usage_file(out), json.dumps(total))
+
+
+def _usage_file(out: Path) -> Path:
+    return out.with_name(f"{out.name}.usage.json")
 
 
 def sum_usage(*usages: Mapping[str, UsageTotals]) -> dict[str, UsageTotals]:

@@ -28,7 +28,7 @@ from plaudit.evaluation.compared import (
     split_parts,
 )
 from plaudit.evaluation.results import Cell, Evaluation, Figures, Table
-from plaudit.evaluation.row_files import Row, RowFile, open_files, prompt_key
+from plaudit.evaluation.row_files import Row, RowFile, hide_in_extra_info, open_files, prompt_key
 from plaudit.evaluation.scored import EvaluatedReward, RewardScores, score_rows
 from plaudit.files import text_digest
 from plaudit.rewards.judges.cascade import Cascade
@@ -80,6 +80,7 @@ def _read(file: RowFile, label: str) -> Iterator[LabelledRow]:
         row, answers = split_responses(one.row, one.where)
         right = tuple(_right(x, label, one.where) for x in read_labels(one.row, label, len(answers), one.where))
         row = {name: value for name, value in row.items() if name not in hidden} | {"responses": answers}
+        row = hide_in_extra_info(row, {label, f"{label}s"}.__contains__)
         yield LabelledRow(one.id, one.where, file.name, row, right)
 
 
@@ -110,8 +111,10 @@ def evaluate_verifier(job: VerifierJob) -> Evaluation:
     right = np.array([truth for row in rows for truth in row.right])
     arrays: dict[str, Arrays] = {}
     details: dict[str, dict[str, Any]] = {}
+    identity = {"evaluation": "verifier", "items": digest}
     for reward in job.rewards:
-        scored = score_rows(reward, to_score, job.out / "scores", {"items": digest}, tokenizer=job.tokenizer)
+        # Not in the order of the row: of a pair, the first answer is the right one.
+        scored = score_rows(reward, to_score, job.out / "scores", identity, tokenizer=job.tokenizer, given_order=False)
         arrays[reward.name] = _arrays(reward, scored, right, job.threshold)
         without = int(np.isnan(arrays[reward.name]["accuracy"]).sum())
         details[reward.name] = (
@@ -119,7 +122,7 @@ def evaluate_verifier(job: VerifierJob) -> Evaluation:
         )
     answers = [row for row in rows for _ in row.right]
     parts = split_parts({"data source": [row.data_source for row in answers], "file": [row.file for row in answers]})
-    prompts = prompt_numbers([prompt_key(row.row) for row in answers])
+    prompts = prompt_numbers([prompt_key(row.row, row.id) for row in answers])
 
     def arrays_of(part: Part) -> dict[str, Arrays]:
         return {name: {figure: array[part.items] for figure, array in own.items()} for name, own in arrays.items()}

@@ -23,13 +23,12 @@ from plaudit.data.conversations import Source
 from plaudit.data.rollouts import parse_group, token_counter, with_token_counts
 from plaudit.data.row_ids import name_sources
 from plaudit.errors import TrainingStopped
-from plaudit.files import fingerprint
 from plaudit.recipe import RewardSettings
 from plaudit.report.activity import Activity, Phase
 from plaudit.report.progress import StepProgress, print_line
 from plaudit.resumable import ResumableJsonl, open_resumable
 from plaudit.reward_models.model_registry import UsageTotals, describe_usage
-from plaudit.rewards.cache import HARMLESS, settings_without
+from plaudit.rewards.cache import HARMLESS, file_digests, settings_without
 from plaudit.rewards.client import GIVEN_UP
 from plaudit.rewards.combine import NO_REWARD
 from plaudit.rewards.runner import RewardRunner
@@ -85,6 +84,10 @@ class ScoreJob:
     """Rows without a value are accepted."""
     final_causes: frozenset[str] = frozenset()
     """Failures by these causes are results: their rows are not scored again."""
+    files_may_change: bool = True
+    """Whether scores from before a file or model of a reward changed are kept, with a warning; else they are not resumed."""
+    report_usage: Callable[[Mapping[str, UsageTotals]], None] = lambda _: None
+    """Called with the usage of reward models once, also if scoring is interrupted: what they did is paid for."""
     verb: str = "score"
     """The plaudit command, for messages."""
     label: str = "score"
@@ -209,14 +212,20 @@ def score(job: ScoreJob) -> Summary:
         "tokenizer": job.tokenizer,
         "details": job.details,
     }
-    files = {str(file): fingerprint(file) for reward in job.rewards for file in reward.files}
+    files = {file: digest for reward in job.rewards for file, digest in file_digests(reward).items()}
+    may_change = files if job.files_may_change else {}
+    if not job.files_may_change:
+        inputs["files"] = files
     cache = job.out.with_name(f"{job.out.name}.scores.sqlite")
-    with open_resumable(job.out, inputs, job.verb, may_change=files) as file:
+    with open_resumable(job.out, inputs, job.verb, may_change=may_change) as file:
         summary, failed = _read_scored(job, file)
         if failed or len(file.done) < job.rows.total:  # else no model is loaded and no server is called
             with RewardRunner(job.rewards, cache=cache, tolerant=True) as runner:
-                _score_missing(job, file, runner, summary, failed)
-                summary.models = runner.amounts()
+                try:
+                    _score_missing(job, file, runner, summary, failed)
+                finally:
+                    summary.models = runner.amounts()
+                    job.report_usage(summary.models)
     if job.allow_failures or not summary.rows_without_value:
         for leftover in (cache, *(cache.with_name(f"{cache.name}-{end}") for end in ("wal", "shm"))):
             leftover.unlink(missing_ok=True)

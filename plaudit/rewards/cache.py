@@ -176,10 +176,15 @@ def _checksum(key: str, text: str) -> str:
 def reward_digest(reward: RewardSettings, without: Sequence[str] = USE) -> str:
     """A digest of everything its scores depend on except the samples. Files count by content, not by path; so do a model folder's
     files, by a quick fingerprint. A model on the hub or behind a URL counts by its name."""
+    files = file_digests(reward)
+    return text_digest(_json([_by_content(settings_without(reward, without), files), list(files.values())]))
+
+
+def file_digests(reward: RewardSettings) -> dict[str, str]:
+    """A digest of each file and each model folder that its scores depend on, by path."""
     files = {str(file): fingerprint(file) if file.exists() else "absent" for file in [*reward.files, *reward.own_files]}
     folders = (Path(path).expanduser() for path in reward.models)
-    files |= {str(path): model_fingerprint(path) for path in folders if path.exists()}
-    return text_digest(_json([_by_content(settings_without(reward, without), files), list(files.values())]))
+    return files | {str(path): model_fingerprint(path) for path in folders if path.exists()}
 
 
 def settings_without(reward: RewardSettings, without: Sequence[str]) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def blocking_failures(
     samples = range(len(by_reward[0]))
     if not any_reward_applies(rewards, prompt):
         return [Failure(NO_REWARD, f"no reward's `when` matches this row (data_source {prompt.data_source!r})") for _ in samples]
-    needed = _needed(rewards)
+    needed = labels_needed(rewards)
     return [
         _blocking_failure(rewards, needed, [scores[i] for scores in by_reward], [values[i] for values in counted]) for i in samples
     ]
@@ -176,7 +176,7 @@ def _too_large(what: str, value: float) -> Failure:
     return Failure("too_large", f"{what}; rewards are within ±{LARGEST_REWARD:g}")
 
 
-def _needed(rewards: Sequence[RewardSettings]) -> set[str]:
+def labels_needed(rewards: Sequence[RewardSettings]) -> set[str]:
     """Labels of the rewards with a weight, and of their gates: a gate that failed is neither open nor closed."""
     needed: set[str] = set()
     for reward in reversed(rewards):  # a gate is listed before the rewards it gates

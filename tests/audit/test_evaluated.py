@@ -64,6 +64,12 @@ def test_bounds_of_a_part_and_of_the_end_of_the_interval(report):
     assert "position_bias is 0.2 at the end of its interval, more than 0.1" in str(error.value)
 
 
+def test_a_bound_in_per_cent_is_a_mistake(report):
+    """Every figure would be below it."""
+    with pytest.raises(PlauditError, match=r"at_most of 'LLMBar/natural: position_bias' is 5, but figures are between 0 and 1"):
+        require_evaluated(EvalSettings(require=report(), at_most={"LLMBar/natural: position_bias": 5}), rewards())
+
+
 def test_other_rewards_and_changed_ones_are_refused(report):
     for changed in ({"weight": 3.0}, {"kind": "math"}):
         with pytest.raises(PlauditError, match="which are not these rewards as they are now"):
@@ -78,7 +84,7 @@ def test_an_evaluation_with_many_failures_is_refused(report):
 
 
 def test_a_figure_that_was_not_measured_is_named(report):
-    with pytest.raises(PlauditError, match=r"is not in the evaluation.*LLMBar/natural: accuracy"):
+    with pytest.raises(PlauditError, match=r"^eval\.require: 'LLMBar/naturl: accuracy' is not in the .*LLMBar/natural: accuracy"):
         require_evaluated(EvalSettings(require=report(), at_least={"LLMBar/naturl: accuracy": 0.5}), rewards())
 
 

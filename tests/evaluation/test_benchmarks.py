@@ -135,6 +135,15 @@ def best_of_four(subset: str, *lengths: int) -> dict:
     return {**RB2, "chosen": [chosen], "rejected": rejected, "subset": subset}
 
 
+def test_own_pairs_with_a_subset_of_rewardbench(tmp_path):
+    """A subset that RewardBench does not have is in none of its sections: its items would not count."""
+    rows = [*pairs((5, 1), subset="donotanswer"), *pairs((1, 5), subset="mine")]
+    found = evaluate_rows(tmp_path, rows)
+    assert {part: own["accuracy"].value for part, own in found.figures["longer"].items()} == {
+        "pairs": 0.5, "pairs/donotanswer": 1.0, "pairs/mine": 0.0,
+    }  # fmt: skip
+
+
 def test_rewardbench_2(tmp_path):
     """The right one is the only maximum, one of two, one of four, none."""
     rows = [

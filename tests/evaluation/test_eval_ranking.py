@@ -158,6 +158,7 @@ def test_real_translations(plaudit, real_data, tmp_path):
 def test_rewards_see_a_translation_as_in_training(tmp_path):
     """The fields of a row that trains a translation policy, and nothing that tells which candidate is good."""
     row = GROUP | {"trg_text": "Guten Morgen!", "systems": ["a", "b", "c", "d"], "id": "seg 7", "domain": "talks"}
+    row["extra_info"] = {"scores": row["scores"], "analysis": "the first one is best"}
     file = write_jsonl(tmp_path / "groups.jsonl", [row])
     [group] = read_groups([Source(file)], GroupColumns())
     prompt = parse_group(group.row, group.id, group.where).prompt
@@ -202,8 +203,9 @@ def test_judges_and_a_rule_on_the_same_groups(rank):
 
 @pytest.mark.slow
 def test_a_bradley_terry_model_on_the_same_groups(rank, tiny_model, tmp_path):
-    """Its pairs are right where its own scores are in the order of the reference."""
-    model = {"kind": "scalar_model", "model": {"path": str(make_classifier(tiny_model, tmp_path / "classifier"))}}
+    """Its pairs are right where its own scores are in the order of the reference; once retrained, it is another model."""
+    folder = make_classifier(tiny_model, tmp_path / "classifier")
+    model = {"kind": "scalar_model", "model": {"path": str(folder)}}
     code, found, _ = rank(TRANSLATIONS, {"bt": model, "longer": LONGER})
     scored = [json.loads(line)["reward"] for line in (tmp_path / "out/scores/bt.jsonl").read_text().splitlines()]
     shares = []
@@ -214,6 +216,10 @@ def test_a_bradley_terry_model_on_the_same_groups(rank, tiny_model, tmp_path):
     assert len({reward for rewards in scored for reward in rewards}) == 6
     assert values(found, "bt")["accuracy"] == pytest.approx(sum(shares) / 2)
     assert "longer" in found["figures"]
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    code, after, shown = rank(TRANSLATIONS, {"bt": model, "longer": LONGER})
+    assert (code, after) == (2, found)
+    assert f"files.{folder}" in shown
 
 
 def test_runs_have_other_seeds_and_are_averaged(rank):

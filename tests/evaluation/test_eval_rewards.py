@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plaudit.errors import PlauditError
 from plaudit.evaluation.scored import EvaluatedReward, RewardScores, in_given_order, load_evaluated
 from plaudit.loops.score import LocatedRow
 from plaudit.recipe import ScoreRecipe
@@ -21,6 +22,7 @@ from support.evaluation import (
     answers,
     evaluate_files,
     evaluate_rows,
+    evaluated,
     judge_at,
     pairs,
     task_in,
@@ -166,6 +168,13 @@ def test_judges_show_the_responses_in_both_orders(tmp_path):
                 assert (found["position_bias"], found["consistency"], found["first_position"]) == (1.0, 0.0, 1.0)
 
 
+def test_a_judge_that_is_a_gate_shows_both_orders_too():
+    """Without a weight of its own it decides what others are worth. If it only watches, its order does not matter."""
+    judge = {"kind": "pairwise_judge", "model": {"path": "m"}, "weight": 0.0}
+    assert evaluated("gate", judge, LONGER | {"gate": "pairwise_judge"}).compares
+    assert not evaluated("watches", judge, LONGER).compares
+
+
 def test_given_order_changes_nothing_else():
     judge = {"kind": "pairwise_judge", "model": {"path": "models/judge"}, "ties": False}
     [reward] = ScoreRecipe.model_validate({"rewards": [{"kind": "cascade", "rule": LONGER, "judge": judge, "scale": 2.0}]}).rewards
@@ -251,6 +260,8 @@ def test_stopped_halfway_it_resumes(flaky, plaudit, monkeypatch):
     assert (code, found["figures"]["judge"]["pairs"]["accuracy"]["value"]) == (0, 3 / 4)
     # Three rows were written: both orders of the first pair, and one of the second.
     again = Counter(judge.calls[before:])
+    [usage] = found["details"]["judge"]["usage"].values()
+    assert usage["calls"] >= 3 + again.total(), "of both commands"
     assert again <= Counter({"question 1": 1, "question 2": 2, "question 3": 2})
     assert Counter(judge.calls) >= Counter({f"question {i}": 2 for i in range(4)})
 
@@ -295,6 +306,36 @@ def test_output_of_other_items_or_settings_is_not_resumed(tmp_path, plaudit, cha
     assert (tmp_path / "out/eval.json").read_text() == before
 
 
+def test_an_evaluation_of_other_data_is_not_overwritten(tmp_path, plaudit):
+    """Not by another reward, and not by another kind of evaluation."""
+    own, other = (write_jsonl(tmp_path / f"{name}.jsonl", pairs((5, 1), (1, 5))[:n]) for name, n in (("own", 2), ("other", 1)))
+    longer = write_recipe(tmp_path / "longer.yaml", {"rewards": [LONGER]})
+    shorter = write_recipe(tmp_path / "shorter.yaml", {"rewards": [SHORTER]})
+    assert evaluate(plaudit, own, "--rewards", longer, "--out", tmp_path / "out")[0] == 0
+    before = (tmp_path / "out/eval.json").read_text()
+    for verb, file in (("rewards", other), ("verifier", own)):
+        code, _, stderr = plaudit("eval", verb, file, "--rewards", shorter, "--out", tmp_path / "out")
+        assert code == 2
+        assert "has scores of other data" in stderr
+    assert (tmp_path / "out/eval.json").read_text() == before
+    assert evaluate(plaudit, own, "--rewards", longer, shorter, "--out", tmp_path / "out")[0] == 0
+
+
+def test_scores_of_a_function_that_has_changed_are_not_kept(tmp_path, plaudit):
+    """eval.json says which function it is of, and training may require it."""
+    file = write_jsonl(tmp_path / "mine.jsonl", pairs((5, 1)))
+    function = tmp_path / "own.py"
+    function.write_text("def compute_score(solution_str): return len(solution_str)")
+    recipe = write_recipe(tmp_path / "own.yaml", {"rewards": [{"kind": "function", "path": str(function)}]})
+    arguments = [file, "--rewards", recipe, "--out", tmp_path / "out"]
+    code, before, _ = evaluate(plaudit, *arguments)
+    assert (code, before["figures"]["own"]["pairs"]["accuracy"]["value"]) == (0, 1.0)
+    function.write_text("def compute_score(solution_str): return -len(solution_str)")
+    code, after, printed = evaluate(plaudit, *arguments)
+    assert (code, after) == (2, before)
+    assert f"files.{function}" in printed
+
+
 # Several rewards -----------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +360,21 @@ def test_names_of_rewards(tmp_path, plaudit):
     code, _, printed = evaluate(plaudit, file, "--rewards", recipes[0], recipes[0], "--out", tmp_path / "twice")
     assert code == 2
     assert "two of them are called 'one/rm'; name them: --rewards first=" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a", "b", "a - b"], "'a - b' is also what a part of the result is called"),
+        (["judge-run2", "judge"], "'judge-run2' is also what a part of the result is called"),
+        (["x" * 300], "has 300 characters; choose a shorter one"),
+        ([".."], "'..' is a folder; choose another name"),
+    ],
+)
+def test_names_that_cannot_be_used(tmp_path, names, message):
+    recipe = write_recipe(tmp_path / "r.yaml", {"rewards": [LONGER]})
+    with pytest.raises(PlauditError, match=message):
+        load_evaluated([f"{name}={recipe}" for name in names])
 
 
 def test_a_difference_is_of_the_items_that_both_have_values_for(tmp_path):

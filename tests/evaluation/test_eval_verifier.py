@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
-from support.evaluation import judge_at
+from plaudit.data.conversations import Source
+from plaudit.data.rollouts import parse_group
+from plaudit.evaluation.verifier import read_labelled
+from support.evaluation import answers, judge_at
 from support.fault_server import FaultServer
 from support.paths import REPOSITORY
 from support.recipes import write_recipe
@@ -91,6 +94,42 @@ def test_answers_to_one_question_are_drawn_together(verify):
     _, found, _ = verify(ANSWERS, {"rule": EXACT})
     interval = found["figures"]["rule"]["all"]["accuracy"]
     assert interval["low"] == interval["high"] == interval["value"]
+
+
+@pytest.mark.parametrize("prompt", ["in messages", "missing"])
+def test_rows_whose_messages_have_the_prompt_and_rows_without_one(verify, prompt):
+    """Messages end with the answers, which differ. Without a prompt there is nothing that rows have in common."""
+
+    def row(said: str) -> dict[str, Any]:
+        conversation = [{"role": "user", "content": "2 + 2 ="}, {"role": "assistant", "content": said}]
+        return {"messages": conversation} if prompt == "in messages" else {"response": said}
+
+    _, found, _ = verify([row(said) | {"ground_truth": "4", "label": True} for said in ("4", "5")], {"rule": EXACT})
+    interval = found["figures"]["rule"]["all"]["accuracy"]
+    assert (interval["value"], interval["n"]) == (0.5, 2)
+    assert (interval["low"] == interval["high"]) == (prompt == "in messages")
+
+
+def test_rewards_do_not_see_the_label(tmp_path):
+    info = {"label": True, "labels": [True], "topic": "sums"}
+    file = write_jsonl(tmp_path / "answers.jsonl", [answer("4", True) | {"extra_info": json.dumps(info)}])
+    [row] = read_labelled([Source(file)], None)
+    assert parse_group(row.row, row.id, row.where).prompt.extra_info == {"topic": "sums", "ground_truth": "4"}
+
+
+def test_judges_that_compare_do_not_always_see_the_right_answer_first(verify):
+    """Of pairs it is the first one in the file."""
+    firsts = list[str]()
+
+    def record(_: str, shown: list[str]) -> list[float]:
+        firsts.append(shown[0].split()[0])
+        return [1.0, 0.0]
+
+    rows = [{"prompt": f"question {i}", "chosen": f"right {i}", "rejected": f"wrong {i}"} for i in range(20)]
+    with stand_in_judge(answer_to=answers(record)) as url:
+        code, _, shown = verify(rows, {"judge": judge_at(url, "group_judge")})
+    assert code == 0, shown
+    assert set(firsts) == {"right", "wrong"}
 
 
 # Rule and judge ------------------------------------------------------------------------------------------------------
