@@ -164,6 +164,7 @@ def _prompts(rows: Rows, columns: Columns) -> Iterator[tuple[str, dict[str, Any]
         rows.require(columns.scores)
         for where, row in rows.located():
             task = [{"role": "user", "content": translation_fields(row, where)["question"]}]
+            _require_numbers(row[columns.scores], columns.scores, where)
             yield where, {"prompt": task, "responses": row[columns.candidates], "reward": row[columns.scores]}
     else:
         if not has_prompt(rows.columns):
@@ -178,10 +179,9 @@ def _usable(row: dict[str, Any], prompt: list[Message], where: str, rules: PairR
     """Every response that may be in a pair, with its score."""
     row, texts = split_responses(row, where)
     counts, rewards = parse_token_counts(row.get("tokens"), len(texts), where), row["reward"]
-    if not isinstance(rewards, list) or len(rewards) != len(texts) or not all(isinstance(r, int | float | None) for r in rewards):
-        raise DataError(
-            f"{where}: `reward` should be a number for each of the {len(texts)} responses, not {describe_type(rewards)}. {HINT}"
-        )
+    _require_numbers(rewards, "reward", where, f". {HINT}")
+    if len(rewards) != len(texts):
+        raise DataError(f"{where}: there should be a score for each of the {len(texts)} responses, not {len(rewards)}. {HINT}")
     status, malformed = _per_response(row, "status", texts, where), _per_response(row, "malformed", texts, where)
     answers, usable = split_answers(row, len(texts)), []
     for text, answer, reward, count, state, broken in zip(texts, answers, rewards, counts, status, malformed, strict=True):
@@ -200,6 +200,15 @@ def _usable(row: dict[str, Any], prompt: list[Message], where: str, rules: PairR
         else:
             usable.append((float(reward), text))
     return usable
+
+
+def _require_numbers(scores: Any, column: str, where: str, hint: str = "") -> None:
+    """A score may be missing, and is left out then."""
+    if not isinstance(scores, list):
+        raise DataError(f"{where}: column {column!r} should be a list of numbers, not {describe_type(scores)}{hint}")
+    wrong = [score for score in scores if not isinstance(score, int | float | None)]
+    if wrong:
+        raise DataError(f"{where}: column {column!r}: {wrong[0]!r:.80} should be a number{hint}")
 
 
 def _per_response(row: dict[str, Any], column: str, texts: list[str], where: str) -> list[Any]:

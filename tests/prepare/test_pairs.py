@@ -161,7 +161,9 @@ def test_pairs_of_one_group_are_all_on_one_side(tmp_path, plaudit):
     [
         ({"src_text": ""}, "groups.jsonl: row 1: column 'src_text' should be text"),
         ({"trg_lang": "xx"}, "row 1: column 'trg_lang': 'xx' is no known language code"),
-        ({"scores": [1, 2]}, "row 1: `reward` should be a number for each of the 4 responses"),
+        ({"scores": [1, 2]}, "row 1: there should be a score for each of the 4 responses, not 2"),
+        ({"scores": [1, 2, "good", 4]}, "row 1: column 'scores': 'good' should be a number"),
+        ({"scores": 3}, "row 1: column 'scores' should be a list of numbers, not int"),
     ],
 )
 def test_a_group_that_cannot_be_used_is_named(tmp_path, plaudit, change, message):
