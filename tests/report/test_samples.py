@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plaudit.data.rows import read_rows
-from plaudit.report.samples import length_metrics, source_line, write_samples
+from plaudit.report.samples import kept_steps, length_metrics, source_line, write_samples
 from plaudit.types import Group, Prompt, Sample, Score, ScoredGroup
 
 
@@ -45,3 +45,13 @@ def test_rewards_by_source_fit_a_line():
     assert source_line({"a": 0.5, "b": -1.0}, 80) == "val/reward by data_source:  a 0.5000  b -1.0000"
     assert source_line(rewards, 60) == "val/reward by data_source:  openai/gsm8k 0.5000"
     assert "\x1b" not in source_line(rewards, 200)
+
+
+def test_kept_steps_are_the_newest_and_some_of_all_others():
+    steps: set[int] = set()
+    for step in range(1, 1001):
+        steps = kept_steps(sorted({*steps, step}), 16)
+        assert len(steps) <= 16
+        assert set(range(max(1, step - 7), step + 1)) <= steps
+    assert sorted(steps)[:-8] == [128, 256, 384, 512, 640, 768, 896, 960]
+    assert kept_steps([1, 2, 3], 1) == {3}
