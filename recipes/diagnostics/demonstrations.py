@@ -2,7 +2,7 @@
 
     python recipes/diagnostics/demonstrations.py runs/diagnostics/data
 
-A policy can only be rewarded for what it samples. So of the demonstrations half are plain answers, most of them right, and the others
+A policy can only be rewarded for what it samples. So half of the demonstrations are plain answers, most of them right; the others
 repeat the question, list several numbers, or pad the answer with words.
 """
 
@@ -11,7 +11,7 @@ import random
 import sys
 from pathlib import Path
 
-PADDING = "well let me see now I think that this is not so hard".split()
+PADDING = ["well", "let", "me", "see", "now", "I", "think", "that", "this", "is", "not", "so", "hard"]
 
 
 def main(out: Path, train: int = 6000, val: int = 100) -> None:

@@ -1188,8 +1188,8 @@ def test_sample_files_have_prompts_responses_and_rewards(tmp_path, recipe, rewar
     assert len(samples) == 48
     columns = (
         "prompt_id index data_source prompt tools response reward reward_model extra_info status tokens mean_logprob version "
-        "malformed failure advantage failure/letters failure/odd part/letters part/letters/written part/odd part/odd/even trace/odd "
-        "view/letters view/odd"
+        "malformed failure advantage failure/letters failure/odd part/letters part/letters/written part/odd part/odd/even "
+        "trace/odd view/letters view/odd"
     )
     assert list(samples[0]) == columns.split()
     by_id = {f"{prompts_file}:{i}": prompt for i, prompt in enumerate(prompt_rows(), 1)}
