@@ -19,7 +19,6 @@ A run decides when state is saved and makes it atomic; tensors are written and r
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -29,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -48,9 +48,10 @@ from plaudit.recipe_file import COMMAND_LINE
 from plaudit.redaction import redact
 from plaudit.report import curves
 from plaudit.report.progress import print_line
-from plaudit.report.samples import samples_to_follow, write_samples
+from plaudit.report.samples import Trained, samples_to_follow
 from plaudit.run_identity import Computing, advice, compare, describe_run
 from plaudit.run_progress import checkpoint_folders, read_description
+from plaudit.sample_files import SampleFiles
 from plaudit.saving import Saver
 from plaudit.threads import threads_on_cpu
 from plaudit.trackers import Trackers
@@ -98,6 +99,7 @@ class Run:
         self.saver = Saver(self.folder, self.recipe.run, world)
         self.checkpoints = self.folder / "checkpoints"
         self._metrics = MetricsFiles(self.folder, world)
+        self.samples = SampleFiles(self.folder, self.recipe.run, template)
         self.interrupted = False
         self.sharding = "none"
         """What the processes divide among themselves, once that is decided."""
@@ -170,8 +172,17 @@ class Run:
         self.draw()
         if self._trackers is not None:
             self._trackers.close()
+        self._record_end(error)
         self._remove_unused(error)
         self._lock.close()
+
+    def _record_end(self, error: BaseException | None) -> None:
+        """Why the run stopped, for those who look at it later. A run that is killed leaves no reason."""
+        if error is not None and self._locked:
+            time_ = datetime.now(UTC).isoformat(timespec="seconds")
+            self.description["stopped"] = {"time": time_, "reason": redact(str(error) or type(error).__name__)}
+            with suppress(OSError):  # a full disk may be the reason
+                self._write_description()
 
     def _end_save(self, error: BaseException | None) -> None:
         """No thread writes into the folder once it is unlocked. What ended the run is more important than a failed save. Ctrl-C,
@@ -218,7 +229,7 @@ class Run:
                 f"{self.folder} resumes although {changed} has changed: what was sampled and scored before stays as it is", "yellow"
             )
         if not differences.forbidden:
-            return {**before, **description, "trackers": before["trackers"]}
+            return {**before, **description, "trackers": before["trackers"], "stopped": None}
         if not self._has_results():  # it stopped before the first step; the change may well be the fix
             return description
         raise RunError(
@@ -267,7 +278,7 @@ class Run:
         with clear_write_errors(self.folder, self.checkpoints):
             self.saver.link_best(self._best_step())  # the previous process may have been killed between checkpoint and link
             self._metrics.keep_before(step + (self.unvalidated is None))
-            self._drop_samples_after(step)
+            self.samples.drop_after(step)
         self._trackers = Trackers(self.recipe.run.trackers, self.folder, self.recipe, self.description["trackers"], max(step, 0))
         with clear_write_errors(self.folder, self.checkpoints):
             self._write_description()
@@ -304,24 +315,16 @@ class Run:
         self.best = {"step": step, name: value}
         return True
 
-    def write_samples(self, part: Literal["train", "val"], step: int, groups: Sequence[ScoredGroup]) -> None:
+    def write_samples(
+        self, part: Literal["train", "val"], step: int, groups: Sequence[ScoredGroup], trained: Trained | None = None
+    ) -> None:
         """A parquet file of a step's samples: `samples/train_000012.parquet`. Trackers get some of a validation's."""
         if not self.world.leads:
             return
-        file = self.folder / "samples" / f"{part}_{step:06d}.parquet"
-        with clear_write_errors(file, self.checkpoints):
-            file.parent.mkdir(exist_ok=True)
-            write_samples(file, groups)
+        with clear_write_errors(self.samples.file(part, step), self.checkpoints):
+            self.samples.write(part, step, groups, trained)
         if part == "val" and self._trackers is not None:
             self._trackers.log_samples(step, samples_to_follow(groups))
-
-    def _drop_samples_after(self, step: int) -> None:
-        folder = self.folder / "samples"
-        remove_leftovers(folder, ["train_*.parquet", "val_*.parquet"])
-        for file in folder.glob("*.parquet"):
-            ours = re.fullmatch(r"(?:train|val)_(\d{6,})", file.stem)
-            if ours and int(ours[1]) > step:
-                file.unlink()
 
     def warn_once(self, kind: str, text: str) -> None:
         """For a warning that would repeat with every step: the first of its kind is enough."""

@@ -96,6 +96,7 @@ HELP = [
         ("serve",),
         ["rewards over HTTP", "--host", "--port", "--token-env", "--max-in-flight", "--grace-s", "section.name=value"],
     ),
+    (("view",), ["Look into runs in a browser", "--out", "--max-mb", "--port", "--token-env"]),
     (("demo",), ["from nothing to a trained policy", "--seed", "--out"]),
     (("config",), ["Print the resolved recipe", "where each value comes from", "--explain", "R.yaml"]),
     (("engine-command",), ["Print how to start a server for sampling", "R.yaml"]),

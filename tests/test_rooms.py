@@ -36,7 +36,7 @@ LEVELS = [
     ["trackers"],
     ["run_identity"],
     ["run_folder"],
-    ["metrics_files"],
+    ["metrics_files", "sample_files"],
     ["saving"],
     ["run"],
     ["inputs", "options"],

@@ -9,28 +9,8 @@ from plaudit.audit.checks import EXPLOIT
 from plaudit.audit.inspection import Report
 from plaudit.audit.terminal import general_checks, scope, shown, summarise, unscored
 from plaudit.redaction import redact
+from plaudit.report.pages import style_sheet
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2024; --dim: #667079; --line: #d9dee3; --back: #fff; --soft: #f4f6f8;
-        --good: #1a7f4b; --bad: #c0322b; --bar: #4a7fb5 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e8ec; --dim: #98a2ac; --line: #343c44; --back: #15181b; --soft: #1f2428;
-          --good: #56c58a; --bad: #ff7b72; --bar: #6aa3dc } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back);
-       max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem; margin: 0 }  h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }  p { margin: .3rem 0 }
-.dim { color: var(--dim) }  .pass { color: var(--good) }  .fail { color: var(--bad); font-weight: 600 }
-.scroll { overflow-x: auto }  .two { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 2rem }
-table { border-collapse: collapse; width: 100%; font-size: .92rem }
-th { text-align: left; color: var(--dim); font-weight: 500; white-space: nowrap }  td span { white-space: nowrap }
-th, td { padding: .3rem 1rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top }
-th.n, td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-details { margin: .3rem 0 }  summary { cursor: pointer }
-pre { background: var(--soft); padding: .6rem; border-radius: .3rem; font-size: .82rem;
-      white-space: pre-wrap; overflow-wrap: anywhere }
-svg { max-width: 100%; height: auto }  svg text { fill: var(--dim); font: 9px system-ui, sans-serif }
-.bar { fill: var(--bar) }  .axis { stroke: var(--line) }  .mark { stroke: var(--bad); stroke-width: 2 }
-"""
 INVISIBLE = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 
 
@@ -53,9 +33,8 @@ def draw_page(report: Report) -> str:
         _section("Not scored", _not_scored(numbers)) if numbers["failures"]["causes"] or numbers["not_scored"] else "",
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Reward audit: {verdict}</title>'
-    return (
-        f"<!doctype html>\n<html lang=en><head>{head}<style>{STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
-    )
+    page = "\n".join(body)
+    return f"<!doctype html>\n<html lang=en><head>{head}{style_sheet()}</head><body class=report>\n{page}\n</body></html>\n"
 
 
 def _text(value: Any) -> str:

@@ -30,7 +30,10 @@ LABEL = "label"
 
 STANDARD = {*PROMPTS, *CONVERSATIONS, *RESPONSES, *PAIR, "tools", "data_source", "reward_model", "extra_info", "rm_prompt"}
 """Columns with a meaning of their own; rewards find all others in extra_info."""
-RESULTS = {"tokens", "reward", "unnormalised", "parts", "malformed", "failure", "details", "status", "version", "mean_logprob"}
+RESULTS = {
+    "tokens", "reward", "unnormalised", "parts", "malformed", "failure", "details", "status", "version", "mean_logprob",
+    "advantage",
+}  # fmt: skip
 """What plaudit writes next to a response: rewards do not see it."""
 
 

@@ -49,6 +49,7 @@ from plaudit.rl.collect import (
     validate,
     validation_sampling,
 )
+from plaudit.rl.experience import experiences_by_sample
 from plaudit.rl.learner import Learner
 from plaudit.rl.pipeline import Pipeline
 from plaudit.rl.shares import PromptShares
@@ -140,10 +141,13 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             for step in range(done + 1, total_steps + 1):
                 with run.save_before_stopping(f"step {step}", step - 1):
                     collected = pipeline.take(step)
-                run.write_samples("train", step, collected.sampled)
                 with run.save_before_stopping(f"step {step}", step - 1):
                     metrics = collected.metrics | pipeline.begin_training(step)
-                metrics |= learner.learn(collected.groups, step)
+                try:
+                    metrics |= learner.learn(collected.groups, step)
+                finally:
+                    trained = experiences_by_sample(collected.groups, learner.experiences)
+                    run.write_samples("train", step, collected.sampled, trained)
                 with run.save_before_stopping(f"step {step + 1}", step, metrics):
                     metrics |= pipeline.wait()
                 with run.save_before_stopping(f"sync after step {step}", step, metrics):
@@ -178,7 +182,8 @@ def record(
             groups, val_metrics = check(step=step)
         run.write_samples("val", step, groups)
         for sample in best_and_worst(groups):
-            print_line(sample.line(console.width))
+            for line in sample.lines(console.width):
+                print_line(line)
         if len(by_source := rewards_by_source(groups)) > 1:
             print_line(source_line(by_source, console.width))
         metrics = metrics | val_metrics

@@ -32,13 +32,21 @@ from plaudit.recipe.rl import (
 from plaudit.recipe.sample import SampleSettings
 from plaudit.recipe.section import Section
 from plaudit.recipe.sft import SFTDataSettings, SFTRecipe, SFTTrainSettings
-from plaudit.recipe.training import ClusterSettings, LoraSettings, ModelSettings, OptimSettings, ReferenceSettings, RunSettings
+from plaudit.recipe.training import (
+    ClusterSettings,
+    LoraSettings,
+    ModelSettings,
+    OptimSettings,
+    ReferenceSettings,
+    RLRunSettings,
+    RunSettings,
+)
 
 __all__ = [
     "STAGES", "AlgorithmSettings", "AuditSettings", "ClusterSettings", "CriticSettings", "DPOLossSettings", "DPORecipe",
     "DynamicSamplingSettings", "ImportanceSettings", "KLRewardSettings", "LoraSettings", "ModelSettings", "OptimSettings",
     "PairDataSettings", "PairTrainSettings", "PreferenceRecipe", "RLDataSettings", "RLOptimSettings", "RLRecipe",
-    "RLReferenceSettings", "RLTrainSettings", "Recipe", "ReferenceSettings", "RewardModelDataSettings",
+    "RLReferenceSettings", "RLRunSettings", "RLTrainSettings", "Recipe", "ReferenceSettings", "RewardModelDataSettings",
     "RewardModelLossSettings", "RewardModelRecipe", "RewardSettings", "RewardedRecipe", "RolloutSettings", "RunSettings",
     "SFTDataSettings", "SFTRecipe", "SFTTrainSettings", "SampleSettings", "ScoreRecipe", "Section", "TrainingRecipe",
     "ValidationSettings", "View",

@@ -35,7 +35,7 @@ from plaudit.recipe.training import (
     OptimSettings,
     Placement,
     ReferenceSettings,
-    RunSettings,
+    RLRunSettings,
 )
 
 
@@ -307,7 +307,7 @@ class RLRecipe(Section):
     """Batch sizes and updates per step."""
     optim: RLOptimSettings = RLOptimSettings()
     """Optimiser and learning-rate schedule."""
-    run: RunSettings
+    run: RLRunSettings
     """Run folder, length, validation and checkpoints."""
     cluster: ClusterSettings = ClusterSettings()
     """GPUs and how they share the work."""
@@ -424,7 +424,8 @@ class RLRecipe(Section):
         return self
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = (
-        *ANY_RESUME, "run.validate_every", "validation.metrics", "rewards.*.max_failure_rate", "rewards.*.workers",
+        *ANY_RESUME, "run.validate_every", "run.keep_samples", "run.keep_tokens", "validation.metrics",
+        "rewards.*.max_failure_rate", "rewards.*.workers",
         "rewards.*.cache", "audit.*", "eval.*", "critic.placement", "critic.optim.placement", "reference.placement",
         *(f"rewards.*.{inside}model.{setting}" for inside in INSIDE for setting in HOW_MODELS_ARE_REACHED),
         # Not the retries of unreadable answers: they change which answer is read.

@@ -27,6 +27,12 @@ def _require_number_or_all(value: Any) -> Any:
     return value
 
 
+def _require_number_of_steps(value: Any) -> Any:
+    if value != "all" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"should be a number of steps, or all, not {json.dumps(value)}")
+    return value
+
+
 Checkpointing = Annotated[bool | PositiveInt | Literal["auto"], BeforeValidator(_require_layers)]
 Placement = Literal["resident", "offload"]
 LastBatch = Literal["keep", "drop"]
@@ -149,6 +155,15 @@ class RunSettings(Section):
     """auto: the GPU if there is one."""
     deterministic: bool = True
     """Bitwise the same results when repeated or resumed, also on a GPU, where deterministic kernels are slightly slower."""
+
+
+class RLRunSettings(RunSettings):
+    keep_samples: Annotated[PositiveInt | Literal["all"], BeforeValidator(_require_number_of_steps)] = "all"
+    """Steps whose training samples stay in samples/: half of them the newest ones, the others spread over the run. all: every step.
+    Those of validations stay."""
+    keep_tokens: NonNegativeInt = 0
+    """Groups of each step whose samples are written token by token too, for `plaudit view`: text, log-prob, advantage, and where
+    known the mismatch of sampler and trainer, and the KL from the reference."""
 
 
 class ClusterSettings(Section):

@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 from rich.cells import cell_len, chop_cells
 
+FOLDED_LINES = 3
+"""Of a text that is folded."""
+
 
 class Part(NamedTuple):
     """A part of a line."""
@@ -39,6 +42,13 @@ def cut(text: str, width: int) -> str:
         return text
     head = (width - 3) * 2 // 5
     return f"{_first_cells(text, head)} … {_first_cells(text[::-1], width - 3 - head)[::-1]}"
+
+
+def folded(text: str, width: int, indent: str, lines: int = FOLDED_LINES) -> list[str]:
+    """The text on at most so many lines of a terminal: of a longer one its beginning and its end."""
+    room = max(width - len(indent), 20)
+    pieces = chop_cells(cut(printable(text), lines * room), room) or ["(empty)"]
+    return [f"{indent if i == 0 else ' ' * len(indent)}{piece}" for i, piece in enumerate(pieces)]
 
 
 def _first_cells(text: str, width: int) -> str:

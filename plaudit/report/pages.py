@@ -10,3 +10,8 @@ ASSETS = ("style.css", *MODULES)
 
 def read_asset(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def style_sheet() -> str:
+    """As an element of a page that is one file."""
+    return f"<style>{read_asset('style.css')}</style>"

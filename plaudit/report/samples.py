@@ -2,20 +2,19 @@
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich.cells import cell_len
 
 from plaudit.files import atomic_file
 from plaudit.redaction import redact
-from plaudit.report.fitting import Part, cut, fit, printable
-from plaudit.types import Score, ScoredGroup
+from plaudit.report.fitting import Part, cut, fit, folded, printable
+from plaudit.types import Experience, Score, ScoredGroup
 
 COLUMNS = {
     "prompt_id": pa.string(),
@@ -33,20 +32,68 @@ COLUMNS = {
     "version": pa.int32(),
     "malformed": pa.bool_(),
     "failure": pa.string(),
+    "advantage": pa.float64(),
 }
-"""Plus, per reward, `part/…` numbers and `view/…`, `failure/…`, `trace/…` strings. Fixed types let a folder read as one table."""
+"""Plus, per reward, `part/…` numbers and `view/…`, `failure/…`, `trace/…` strings, and of some samples `token/…` lists. Fixed types
+let a folder read as one table."""
+TYPES = {"part/": pa.float64(), "token/text": pa.list_(pa.string()), "token/": pa.list_(pa.float32())}
+"""Of columns that are not in every file, by how their names begin; all others are strings."""
+ROW_GROUP = 256
+"""Samples that a reader of one of them has to read with it."""
+
+Trained = Mapping[tuple[int, int], Experience]
+"""What was trained on of a sample, by the identity of its group and its index."""
 
 
-def write_samples(file: Path, groups: Sequence[ScoredGroup]) -> None:
-    """Write one row per sample: prompt, response, scored text (view), score and its parts."""
-    rows = [_row(group, i) for group in groups for i in range(len(group.scores))]
-    per_reward = sorted({name for row in rows for name in row} - COLUMNS.keys())
-    types = COLUMNS | {name: pa.float64() if name.startswith("part/") else pa.string() for name in per_reward}
+@dataclass(frozen=True)
+class TokenDetails:
+    """Which samples are written token by token."""
+
+    groups: int
+    """Of each step, the first ones."""
+    decode: Callable[[list[int]], str]
+
+
+def write_samples(
+    file: Path, groups: Sequence[ScoredGroup], trained: Trained | None = None, tokens: TokenDetails | None = None
+) -> None:
+    """Write one row per sample: prompt, response, scored text (view), score, its parts, and the advantage of those trained on."""
+    rows = []
+    for number, group in enumerate(groups):
+        for i in range(len(group.scores)):
+            experience = (trained or {}).get((id(group.group), i))
+            detail = _tokens(group, i, experience, tokens.decode) if tokens and number < tokens.groups else {}
+            rows.append(_row(group, i, experience) | detail)
+    optional = sorted({name for row in rows for name in row} - COLUMNS.keys())
+    types = COLUMNS | {name: _type(name) for name in optional}
     with atomic_file(file) as temporary:
-        pq.write_table(pa.Table.from_pylist(rows, pa.schema(types)), temporary)
+        pq.write_table(pa.Table.from_pylist(rows, pa.schema(types)), temporary, row_group_size=ROW_GROUP)
 
 
-def _row(group: ScoredGroup, i: int) -> dict[str, Any]:
+def _type(name: str) -> pa.DataType:
+    return next((kind for start, kind in TYPES.items() if name.startswith(start)), pa.string())
+
+
+def _tokens(group: ScoredGroup, i: int, experience: Experience | None, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    """Each token's text and numbers. Only what the step has computed anyway: no model is run for it."""
+    sample = group.group.samples[i]
+    values: dict[str, Any] = {
+        "logprob": sample.sampler_logprobs if sample.untempered_logprobs is None else sample.untempered_logprobs
+    }
+    if experience is not None:
+        current = experience.old_logprobs if experience.old_logprobs is not None else experience.sampler_logprobs
+        values["advantage"] = experience.advantages
+        if experience.old_logprobs is not None and experience.old_logprobs is not experience.sampler_logprobs:
+            values["mismatch"] = experience.old_logprobs - experience.sampler_logprobs
+        if experience.ref_logprobs is not None:
+            values["kl"] = current - experience.ref_logprobs
+        if experience.values is not None:
+            values["value"] = experience.values
+    numbers = {f"token/{name}": array.astype(np.float32).tolist() for name, array in values.items()}
+    return {"token/text": [decode([int(token)]) for token in sample.tokens], **numbers}
+
+
+def _row(group: ScoredGroup, i: int, experience: Experience | None) -> dict[str, Any]:
     prompt, sample, score = group.group.prompt, group.group.samples[i], group.scores[i]
     truth = prompt.ground_truth
     return {
@@ -65,11 +112,22 @@ def _row(group: ScoredGroup, i: int) -> dict[str, Any]:
         "version": sample.version,
         "malformed": score.malformed,
         "failure": _failure_text(score),
+        "advantage": None if experience is None else _mean(experience.advantages),
         **{f"part/{name}": float(value) for name, value in score.parts.items()},
         **{f"view/{name}": scores[i].view for name, scores in group.by_reward.items()},
         **{f"failure/{name}": _failure_text(scores[i]) for name, scores in group.by_reward.items()},
         **{f"trace/{name}": redact(_json(scores[i].trace)) for name, scores in group.by_reward.items() if scores[i].trace},
     }
+
+
+def kept_steps(steps: Sequence[int], limit: int) -> set[int]:
+    """Which of these steps keep their samples: half of the limit are the newest; of those before, every 2ᵏ-th stays."""
+    newest = set(steps[-max(1, limit // 2) :])
+    older, stride = [step for step in steps if step not in newest], 1
+    while len(older) > limit - len(newest):
+        stride *= 2
+        older = [step for step in older if step % stride == 0]
+    return newest | set(older)
 
 
 @dataclass(frozen=True)
@@ -83,11 +141,14 @@ class ShownSample:
     """The last message."""
     response: str
 
-    def line(self, width: int) -> str:
-        """On one line of a terminal, whatever its text contains."""
-        start = f"{self.which:5} {self.reward:.4f}  "
-        prompt = cut(printable(self.prompt), (width - len(start)) // 3)
-        return f"{start}{prompt} → {cut(printable(self.response), width - len(start) - cell_len(prompt) - 3)}"
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Of the reward, by component."""
+
+    def lines(self, width: int) -> list[str]:
+        """For a terminal, whatever its text contains: the scores, then prompt and response, each folded to a few lines."""
+        parts = [Part(f"{printable(name)} {value:.4g}", i + 1) for i, (name, value) in enumerate(self.parts.items())]
+        scores = fit([Part(f"{self.which:5} {self.reward:.4f}", 0), *(parts if len(parts) > 1 else [])], width)
+        return [scores, *folded(self.prompt, width, "  › "), *folded(self.response, width, "  ")]
 
 
 def best_and_worst(groups: Sequence[ScoredGroup]) -> list[ShownSample]:
@@ -120,7 +181,8 @@ def _value(sample: tuple[ScoredGroup, int]) -> float:
 
 def _shown(which: str, group: ScoredGroup, i: int) -> ShownSample:
     messages = group.group.prompt.messages
-    return ShownSample(which, _value((group, i)), _text(messages[-1]["content"]) if messages else "", group.group.samples[i].text)
+    prompt = _text(messages[-1]["content"]) if messages else ""
+    return ShownSample(which, _value((group, i)), prompt, group.group.samples[i].text, group.scores[i].parts)
 
 
 def _mean(logprobs: np.ndarray | None) -> float | None:

@@ -62,6 +62,12 @@ def _sequence(prompt: np.ndarray, response: np.ndarray) -> Example:
     return Example(tokens, np.arange(len(tokens)) >= len(prompt))
 
 
+def experiences_by_sample(groups: Sequence[ScoredGroup], experiences: Sequence[Experience]) -> dict[tuple[int, int], Experience]:
+    """Experiences, which are in the order of the samples that have a reward, by the identity of their group and their index."""
+    places = [(id(g.group), i) for g in groups for i, score in enumerate(g.scores) if score.value is not None]
+    return dict(zip(places, experiences, strict=True)) if experiences else {}
+
+
 class PackedSequences:
     """Sequences in micro-batches of at most `budget` tokens, packed when they are first needed. Every process of a world knows the
     split, and packs and computes its own share."""

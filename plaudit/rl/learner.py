@@ -60,6 +60,8 @@ class Learner:
         self.critic: Trainer | None = None
         self.shared_critic = critic if isinstance(critic, SharedCritic) else None
         self._offloaded_critic: OffloadedModule | None = None
+        self.experiences: list[Experience] = []
+        """What the last step was trained on; none if it failed before that was known."""
         if critic is not None:
             assert recipe.critic is not None
             self.critic = self.trainer.sibling(critic, recipe.critic.optim, "critic")
@@ -116,11 +118,13 @@ class Learner:
     def learn(self, groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
         """All updates of a step; returns their metrics, averaged."""
         self.world.heartbeat.beat(f"step {step}, training")
+        self.experiences = []
         with self._critic_on_device():
             began = time.perf_counter()
             samples = StepSamples.from_groups(groups)
             packed = PackedSequences(samples.sequences, self.recipe.train.tokens_per_micro_batch, self.world)
             experiences, metrics = self._experiences(samples, self._predictions(samples, packed, frozen=self._frozen(step)))
+            self.experiences = experiences
             prepared = time.perf_counter()
             metrics |= self._update_all(experiences, samples.sizes, packed, step)
             if self.critic is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from plaudit.errors import PlauditError
 from plaudit.files import write_atomic
 from plaudit.redaction import redact_all
-from plaudit.report.pages import MODULES, read_asset
+from plaudit.report.pages import MODULES, read_asset, style_sheet
 from plaudit.viewing.steps import read_all_samples
 from plaudit.viewing.viewer import Viewer, from_coarse_to_fine
 
@@ -61,7 +61,7 @@ def shell(note: str, answers: dict[str, Any], packed: dict[str, str]) -> str:
         {"note": note, "answers": answers, "packed": packed}, allow_nan=False, default=str, separators=(",", ":")
     ).replace("<", r"\u003c")  # `</script` would end it, wherever it stands
     page = read_asset("index.html")
-    page = page.replace('<link rel="stylesheet" href="page/style.css">', f"<style>{read_asset('style.css')}</style>")
+    page = page.replace('<link rel="stylesheet" href="page/style.css">', style_sheet())
     page = page.replace(
         '<meta charset="utf-8">', f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">'
     )

@@ -5,16 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow.compute as pc
+import pyarrow.compute
 import regex
 
 from plaudit.errors import PlauditError
 from plaudit.viewing.sources import NotThere, Source
 from plaudit.viewing.steps import finite
 
+compute: Any = pyarrow.compute  # its functions are made when it is imported, so no type checker knows them
 MAX_HITS = 100
 BUDGET_S = 1.5
-"""Of a request; the next one goes on from there."""
+"""Of a request; the next one continues from there."""
 MATCH_TIMEOUT_S = 0.5
 """Of a regular expression on one response: some take for ever."""
 AROUND = 80
@@ -33,7 +34,7 @@ class Query:
     """A cause of failure, `any`, `malformed` or `truncated`."""
     step: int | None = None
     before: int | None = None
-    """Go on with steps before this one."""
+    """Only steps before this one: where the previous request ended."""
 
 
 def search(source: Source, query: Query) -> dict[str, Any]:
@@ -79,7 +80,8 @@ def _search_step(source: Source, query: Query, step: int, find: Callable[[str], 
         query.split, step, lambda name: not name.startswith(("view/", "trace/", "token/", "prompt")) and name != "tools"
     )
     if query.text and not query.is_regex:  # in Arrow: most steps have no hit
-        rows = pc.indices_nonzero(pc.match_substring(table.column("response"), query.text, ignore_case=True)).to_pylist()
+        found = compute.match_substring(table.column("response"), query.text, ignore_case=True)
+        rows = [row for row, hit in enumerate(found.to_pylist()) if hit]
     else:
         rows = range(table.num_rows)
     if not rows:

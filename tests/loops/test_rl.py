@@ -678,10 +678,10 @@ def test_a_run_stopped_by_a_reward_resumes_once_it_works(tmp_path, recipe, monke
     train_rl(recipe("reference", reward, run=settings))
     file, write_samples = recipe(reward=reward, run=settings), Run.write_samples
 
-    def break_after_step_2(self, name, step, rows):
+    def break_after_step_2(self, name, step, *rows):
         if step == 2:
             (tmp_path / "broken").touch()
-        return write_samples(self, name, step, rows)
+        return write_samples(self, name, step, *rows)
 
     with monkeypatch.context() as patch:
         patch.setattr(Run, "write_samples", break_after_step_2)
@@ -1207,8 +1207,8 @@ def test_sample_files_have_prompts_responses_and_rewards(tmp_path, recipe, rewar
     assert len(samples) == 48
     columns = (
         "prompt_id index data_source prompt tools response reward reward_model extra_info status tokens mean_logprob version "
-        "malformed failure failure/letters failure/odd part/letters part/letters/written part/odd part/odd/even trace/odd "
-        "view/letters view/odd"
+        "malformed failure advantage failure/letters failure/odd part/letters part/letters/written part/odd part/odd/even "
+        "trace/odd view/letters view/odd"
     )
     assert list(samples[0]) == columns.split()
     by_id = {f"{prompts_file}:{i}": prompt for i, prompt in enumerate(prompt_rows(), 1)}

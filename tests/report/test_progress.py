@@ -89,13 +89,15 @@ def test_the_best_and_the_worst_sample_are_shown():
     assert best_and_worst([scored("p", a=None)]) == []
 
 
-def test_a_sample_fits_on_a_line(width):
-    long = ShownSample("worst", -12.5, "Why? " * 100, "Because.\n" * 100 + "\x1b[31m42")
-    line = long.line(width)
-    assert cell_len(line) <= width
-    assert line.startswith("worst -12.5000  Why? ")
-    assert line.endswith(r"\x1b[31m42")
-    assert ShownSample("best", 1.0, "2 + 2?", "4").line(width) == "best  1.0000  2 + 2? → 4"
+def test_a_sample_is_folded_to_the_windows_width(width):
+    long = ShownSample("worst", -12.5, "Why? " * 100, "Because.\n" * 100 + "\x1b[31m42", {"rule": -12.0, "tone": -0.5})
+    lines = long.lines(width)
+    assert len(lines) == 7  # scores, three lines of the prompt, three of the response
+    assert max(map(cell_len, lines)) <= width
+    assert lines[0].startswith("worst -12.5000  rule -12")
+    assert lines[1].startswith("  › Why? Why? ")
+    assert lines[-1].endswith(r"\x1b[31m42")
+    assert ShownSample("best", 1.0, "2 + 2?", "").lines(width) == ["best  1.0000", "  › 2 + 2?", "  (empty)"]
 
 
 # Time left -----------------------------------------------------------------------------------------------------------

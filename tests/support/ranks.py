@@ -63,7 +63,7 @@ def weight_difference(run: Path, reference: Path) -> float:
     return worst
 
 
-def samples(run: Path, *, but: tuple[str, ...] = ("mean_logprob",)) -> dict[str, pa.Table]:
+def samples(run: Path, *, but: tuple[str, ...] = ("mean_logprob", "advantage")) -> dict[str, pa.Table]:
     """All sampled tables, without columns that depend on rounding."""
     return {file.name: pq.read_table(file).drop(list(but)) for file in sorted((run / "samples").glob("*.parquet"))}
 

@@ -1,0 +1,297 @@
+"""`plaudit view` in a real browser: Debian's chromium, driven by playwright. Nothing may be loaded from elsewhere."""
+
+import fcntl
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlparse
+
+import pytest
+
+from support.made_runs import make_run, scored_group
+
+pytestmark = pytest.mark.slow
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>\x1b[2J\u202eright to left\u202c"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """Six steps: two components, a failure, a judge, hostile text and a response of a megabyte."""
+    trace = {"prompt": "Is it polite? <b>bold</b>", "answer": "7 of 10"}
+    parts = [{"exact": 1.0, "tone": 0.2}, {"exact": 0.0, "tone": 0.8}, {"exact": 0.0, "tone": 0.1}, {"exact": 1.0, "tone": 0.9}]
+    thought = "<think>\nOne and one.\n</think>\nTwo."
+    steps = {}
+    for step in range(1, 7):
+        first = scored_group(
+            "p1", [thought, "the answer is 3", HOSTILE, f"two, at step {step}"], [1.1, 0.4, 0.05, 1.45], parts=parts, trace=trace
+        )
+        failed = scored_group("p2", ["x", "y"], [None, 0.25], prompt="Say x.", data_source="letters")
+        long = scored_group("p3", ["z" * 1_000_000, "short"], [0.0, 1.0], prompt="Be brief. " * 20, tokens=[4, 2])
+        steps[step] = [first, failed, long]
+    folder = make_run(tmp_path_factory.mktemp("runs") / "made", steps, recipe={"run.max_steps": 6})
+    return make_run(folder, {}, recipe={"run.max_steps": 6})
+
+
+@pytest.fixture(scope="module")
+def address(run, tmp_path_factory) -> Iterator[str]:
+    other = make_run(
+        tmp_path_factory.mktemp("other") / "other", {1: [scored_group("p1", ["2", "3"], [1.0, 0.0])]}, recipe={"optim.lr": 3e-6}
+    )
+    with serving(run, other) as url:
+        yield url
+
+
+class serving:
+    """`plaudit view` of these runs; its address."""
+
+    def __init__(self, *runs: Path):
+        command = [sys.executable, "-m", "plaudit", "view", *map(str, runs), "--port", "0"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def __enter__(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert found, line
+        return found[0]
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+@pytest.fixture
+def page(browser, request) -> Iterator:
+    """Fails the test if the page has logged an error or requested anything from another machine."""
+    settings = getattr(request, "param", {})
+    context = browser.new_context(viewport={"width": 1280, "height": 860}, **settings)
+    page = context.new_page()
+    problems, hosts = [], set()
+    page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda sent: hosts.add(urlparse(sent.url).hostname))
+    page.expected = []
+    yield page
+    context.close()
+    assert [problem for problem in problems if not any(part in problem for part in page.expected)] == []
+    assert hosts <= {"127.0.0.1", None, ""}
+
+
+def wait_for_title(page, name: str) -> None:
+    page.get_by_role("heading", level=1, name=name).wait_for()
+
+
+def text_of(page, selector: str = "main") -> str:
+    return page.locator(selector).inner_text()
+
+
+def test_every_page_is_linked_from_the_first(page, address):
+    page.goto(address)
+    wait_for_title(page, "2 runs")
+    assert "optim.lr" in text_of(page)  # how their recipes differ
+    page.get_by_role("link", name="last step").first.click()
+    wait_for_title(page, "Step 6")
+    assert "timeout" in text_of(page)
+    assert "plaudit audit" in text_of(page)
+    page.locator("a.cell").first.click()
+    wait_for_title(page, "Sample")
+    page.get_by_role("link", name="Diagnostics").click()
+    wait_for_title(page, "Diagnostics")
+    page.get_by_role("heading", name="judge against rule: tone and exact").wait_for()
+    page.get_by_role("link", name="Search").click()
+    wait_for_title(page, "Search")
+
+
+def test_a_sample_shows_what_was_scored_and_how_the_reward_came_about(page, address):
+    page.goto(f"{address}/#/sample/made/train/3/0")
+    wait_for_title(page, "Sample 1 of 4")
+    text = text_of(page)
+    assert "scored: <think>" in text
+    assert "7 of 10" in text
+    assert "0.5 × 0.2" in text
+    assert page.locator("details.thoughts").get_attribute("open") is None  # folded
+    page.locator("details.thoughts summary").click()
+    assert "One and one." in text_of(page, "details.thoughts")
+    page.get_by_role("button", name="look for it").click()
+    page.get_by_role("link", name="step 6", exact=True).wait_for()
+
+
+def test_hostile_text_is_shown_as_text(page, address):
+    page.goto(f"{address}/#/sample/made/train/1/2")
+    wait_for_title(page, "Sample 3 of 4")
+    assert "<script>window.hacked = 1</script>" in text_of(page, ".response")
+    assert "⟨U+001B⟩[2J⟨U+202E⟩right to left" in text_of(page, ".response")
+    for route in ("#/step/made/train/1", "#/search/made?text=script"):
+        page.goto(f"{address}/{route}")
+        wait_for_title(page, "")
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("main img, main script").count() == 0
+
+
+def test_a_response_of_a_megabyte_is_shown_in_parts(page, address):
+    page.goto(f"{address}/#/sample/made/train/1/6")
+    wait_for_title(page, "Sample 1 of 2")
+    more = page.get_by_role("button", name=re.compile("show more")).first
+    assert "1,000,000 characters" in more.inner_text()
+    before = len(text_of(page, ".response"))
+    more.click()
+    assert len(text_of(page, ".response")) > before + 100_000
+
+
+def test_keys(page, address):
+    page.goto(f"{address}/#/step/made/train/2")
+    wait_for_title(page, "Step 2")
+    page.keyboard.press("ArrowRight")
+    wait_for_title(page, "Step 3")
+    page.goto(f"{address}/#/sample/made/train/3/0")
+    wait_for_title(page, "Sample 1 of 4")
+    page.keyboard.press("j")
+    wait_for_title(page, "Sample 2 of 4")
+    page.keyboard.press("k")
+    wait_for_title(page, "Sample 1 of 4")
+    page.keyboard.press("J")
+    wait_for_title(page, "Sample 1 of 2")
+    page.keyboard.press("u")
+    wait_for_title(page, "Step 3")
+    page.keyboard.press("/")
+    wait_for_title(page, "Search")
+    page.keyboard.type("answer is")
+    page.keyboard.press("Enter")
+    page.locator("a.hit mark").first.wait_for()
+    assert page.locator("a.hit").count() == 6
+
+
+def test_search_and_its_filters(page, address):
+    page.goto(f"{address}/#/search/made?failure=timeout&step=2")
+    page.locator("a.hit").first.wait_for()
+    assert page.locator("a.hit").count() == 1
+    page.goto(f"{address}/#/search/made?text=step+[34]&is_regex=true")
+    page.locator("a.hit").nth(1).wait_for()
+    assert page.locator("a.hit").count() == 2
+    page.expected = ["400"]
+    page.goto(f"{address}/#/search/made?text=(&is_regex=true")
+    page.get_by_text("the regular expression cannot be read").wait_for()
+
+
+def test_groups_can_be_sorted_and_filtered(page, address):
+    page.goto(f"{address}/#/step/made/train/1")
+    wait_for_title(page, "Step 1")
+    page.get_by_label("order").select_option("failures")
+    assert "Say x." in text_of(page, ".group:not(.head) >> nth=0")
+    page.get_by_label("filter").select_option("with failures")
+    assert page.locator(".group:not(.head)").count() == 1
+
+
+def test_a_point_of_a_curve_leads_to_its_samples(page, address):
+    page.goto(f"{address}/#/diagnostics/made")
+    chart = page.locator(".chart", has=page.get_by_role("heading", name="components and the total")).locator("svg")
+    chart.wait_for()
+    box = chart.bounding_box()
+    chart.click(position={"x": box["width"] - 12, "y": box["height"] / 2})
+    wait_for_title(page, "Step 6")
+
+
+@pytest.mark.parametrize("page", [{"color_scheme": "dark"}, {"color_scheme": "light"}], indirect=True, ids=["dark", "light"])
+def test_text_can_be_read_in_dark_and_light(page, address):
+    page.goto(f"{address}/#/step/made/train/1")
+    wait_for_title(page, "Step 1")
+    colours = page.evaluate("""() => ["body", ".dim", "a.prompt"].map((s) => getComputedStyle(document.querySelector(s)).color)
+        .concat(getComputedStyle(document.body).backgroundColor)""")
+    light = [luminance(*map(int, re.findall(r"\d+", colour)[:3])) for colour in colours]
+    for text in light[:-1]:
+        ratio = (max(text, light[-1]) + 0.05) / (min(text, light[-1]) + 0.05)
+        assert ratio >= 4.5  # WCAG AA
+
+
+def luminance(*rgb: int) -> float:
+    linear = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_page_is_wider_than_the_window(page, address, width):
+    page.set_viewport_size({"width": width, "height": 844})
+    for route in (
+        "",
+        "#/step/made/train/1",
+        "#/sample/made/train/1/0",
+        "#/sample/made/train/1/6",
+        "#/diagnostics/made",
+        "#/search/made?text=the",
+    ):
+        page.goto(f"{address}/{route}")
+        wait_for_title(page, "")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, route
+
+
+def test_a_run_that_trains_is_followed(page, tmp_path):
+    group = [scored_group("p1", ["2", "3"], [1.0, 0.0])]
+    run = make_run(tmp_path / "live", {1: group})
+    with (run / ".lock").open("a") as lock, serving(run) as address:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        page.goto(address)
+        page.get_by_text("training, step 1").wait_for()
+        make_run(run, {2: group, 3: group})
+        page.get_by_text("training, step 3").wait_for()
+        page.get_by_role("link", name="last step").click()
+        wait_for_title(page, "Step 3")
+
+
+def test_a_run_that_is_deleted_meanwhile_says_so(page, tmp_path):
+    run = make_run(tmp_path / "gone", {1: [scored_group("p1", ["2", "3"], [1.0, 0.0])]})
+    with serving(run) as address:
+        page.goto(address)
+        wait_for_title(page, "gone")
+        shutil.rmtree(run)
+        page.get_by_text("it was moved or deleted").wait_for()
+
+
+def test_the_file_shows_the_same_without_a_server(page, run, tmp_path):
+    command = [sys.executable, "-m", "plaudit", "view", str(run), "--out", str(tmp_path / "a.html")]
+    subprocess.run(command, check=True, capture_output=True)
+    page.goto(f"file://{tmp_path / 'a.html'}#/sample/made/train/1/2")
+    wait_for_title(page, "Sample 3 of 4")
+    assert "<script>window.hacked = 1</script>" in text_of(page, ".response")
+    page.goto(f"file://{tmp_path / 'a.html'}#/search/made?text=answer+is")
+    page.locator("a.hit").nth(5).wait_for()
+    page.goto(f"file://{tmp_path / 'a.html'}#/diagnostics/made")
+    page.get_by_role("heading", name="Reward and its components").wait_for()
+    assert page.evaluate("window.hacked") is None
+
+
+def test_a_server_with_a_token_asks_for_it(page, run, monkeypatch):
+    monkeypatch.setenv("VIEW_TOKEN", "opensesame")
+    page.expected = ["401"]
+    command = [sys.executable, "-m", "plaudit", "view", str(run), "--port", "0", "--token-env", "VIEW_TOKEN"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        page.goto(re.search(r"http://\S+", process.stdout.readline())[0])
+        page.get_by_label("token").fill("opensesame")
+        page.get_by_role("button", name="Continue").click()
+        wait_for_title(page, "made")
+        process.terminate()
+
+
+def test_the_page_has_what_the_run_has(page, address, run):
+    """The numbers on the page are those of the file."""
+    page.goto(f"{address}/#/step/made/train/1")
+    wait_for_title(page, "Step 1")
+    rewards = [1.1, 0.4, 0.05, 1.45, 0.25, 0.0, 1.0]
+    assert f"{sum(rewards) / len(rewards):.4g}" in text_of(page, ".tiles")
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["reward"] == pytest.approx(sum(rewards) / len(rewards))
