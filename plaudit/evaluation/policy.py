@@ -112,7 +112,7 @@ def evaluate_policy(job: PolicyJob) -> Evaluation:
     def arrays_of(part: Part) -> dict[str, Arrays]:
         return {name: {figure: array[part.items] for figure, array in own.items()} for name, own in figures.items()}
 
-    numbers = prompt_numbers([prompt_key(row) for row in prompts.values()])
+    numbers = prompt_numbers([prompt_key(row, id) for id, row in prompts.items()])
     found, differences = estimate_parts(parts, arrays_of, numbers, job.resampling)
     n = job.models[0].sampling.n
     inputs = {

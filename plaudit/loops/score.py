@@ -87,7 +87,7 @@ class ScoreJob:
     files_may_change: bool = True
     """Whether scores from before a file or model of a reward changed are kept, with a warning; else they are not resumed."""
     report_usage: Callable[[Mapping[str, UsageTotals]], None] = lambda _: None
-    """Called with the usage of reward models once, also if scoring is interrupted: what they did is paid for."""
+    """Called with the usage of reward models once, also if scoring is interrupted: those calls cost too."""
     verb: str = "score"
     """The plaudit command, for messages."""
     label: str = "score"
