@@ -125,7 +125,7 @@ def _exists(name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", SCORING, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_recipe_scores(path, tmp_path, monkeypatch):
+def test_recipe_scores(path, classifier, tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     recipe = tmp_path / path.name
     row = {
@@ -134,7 +134,8 @@ def test_recipe_scores(path, tmp_path, monkeypatch):
         "ground_truth": "4",
     }
     with stand_in_judge() as url:
-        recipe.write_text(path.read_text().replace("http://127.0.0.1:8000", url))
+        # A server that answers, and a model that is there.
+        recipe.write_text(path.read_text().replace("http://127.0.0.1:8000", url).replace("runs/preference/model", str(classifier)))
         with Scorer(recipe) as scorer:
             [scored] = scorer.score([row])
     assert all(reward is not None for reward in scored["reward"])

@@ -45,7 +45,7 @@ def cut(text: str, width: int) -> str:
 
 
 def folded(text: str, width: int, indent: str, lines: int = FOLDED_LINES) -> list[str]:
-    """The text on at most so many lines of a terminal: of a longer one its beginning and its end."""
+    """The text on at most `lines` lines of a terminal: of a longer one its beginning and its end."""
     room = max(width - len(indent), 20)
     pieces = chop_cells(cut(printable(text), lines * room), room) or ["(empty)"]
     return [f"{indent if i == 0 else ' ' * len(indent)}{piece}" for i, piece in enumerate(pieces)]

@@ -15,13 +15,9 @@ ROUNDING = 1e-10
 CHUNK_SIGNS = 2**21
 
 
-def pairwise_agreement(predicted: np.ndarray, truth: np.ndarray) -> float:
-    """Share of pairs whose relation (>, =, <) is equal in both; a tie against a non-tie is wrong. NaN below two candidates."""
-    return float(acc_eq([predicted], [truth], 0.0)[0])
-
-
 def acc_eq(predicted_groups: Sequence[np.ndarray], truth_groups: Sequence[np.ndarray], epsilon: float) -> np.ndarray:
-    """Pairwise agreement per group, where predicted pairs with |difference| ≤ ε are ties (Deutsch et al. 2023).
+    """Share of each group's pairs whose relation (>, =, <) is equal in both; a tie against a non-tie is wrong. Predicted pairs with
+    |difference| ≤ ε are ties (Deutsch et al. 2023).
 
     NaN for groups with fewer than two candidates.
     """

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from plaudit.statistics.figures import Resampling, estimate_all, means_by_name, weighted_means
-from plaudit.statistics.intervals import Estimate, mean, mean_difference
+from plaudit.statistics.figures import Resampling, estimate_all, estimate_means, means_by_name, weighted_means
+from plaudit.statistics.intervals import Estimate
 
 NAN = math.nan
 
@@ -29,14 +29,17 @@ def test_many_figures_are_computed_as_one_is():
     assert means_by_name(weights, {}) == {}
 
 
-def test_figures_have_the_intervals_of_single_ones():
+def test_figures_are_resampled_together():
+    """The interval of a difference is that of the items' differences, whatever else is estimated with it."""
     a, b = np.random.default_rng(0).normal(size=(2, 40))
     resampling = Resampling(seed=3, resamples=200, confidence=0.8)
-    options = {"seed": 3, "resamples": 200, "confidence": 0.8}
-    found = estimate_all(lambda w: means_by_name(w, {"a": a, "a − b": a - b}), {"a": 40, "a − b": 40}, range(40), resampling)
-    for name, expected in (("a", mean(a, **options)), ("a − b", mean_difference(a, b, **options))):
+    together = estimate_means({"a": a, "a − b": a - b}, range(40), resampling)
+    for name, values in (("a", a), ("a − b", a - b)):
+        weights = np.random.default_rng(3).integers(40, size=(200, 40))
+        low, high = np.quantile(values[weights].mean(1), [0.1, 0.9])
+        expected = Estimate(values.mean(), low, high, 40)
         for field in ("value", "low", "high", "n"):
-            assert getattr(found[name], field) == pytest.approx(getattr(expected, field))
+            assert getattr(together[name], field) == pytest.approx(getattr(expected, field))
 
 
 def test_items_of_a_prompt_are_drawn_together():

@@ -8,11 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plaudit.statistics import intervals
-from plaudit.statistics.intervals import Estimate, bootstrap, mean, mean_difference, resample_weights
+from plaudit.statistics.figures import Resampling, estimate_means
+from plaudit.statistics.intervals import Estimate, percentile_interval, resample_weights
 
 
 def all_weights(*arguments) -> np.ndarray:
     return np.concatenate(list(resample_weights(*arguments)))
+
+
+def mean(values: np.ndarray, **options) -> Estimate:
+    """Of items that all have a prompt of their own."""
+    return estimate_means({"x": values}, range(len(values)), Resampling(**options))["x"]
 
 
 # Resamples -----------------------------------------------------------------------------------------------------------
@@ -27,27 +33,13 @@ def test_resamples_count_draws_with_replacement():
     np.testing.assert_allclose(weights.var(axis=0), 0.95, atol=0.1)
 
 
-def test_strata_keep_their_sizes():
-    strata = np.array(["a", "b", "a", "c", "b", "a"])
-    weights = all_weights(6, 3000, 0, strata)
-    for stratum, size in (("a", 3), ("b", 2), ("c", 1)):
-        assert (weights[:, strata == stratum].sum(axis=1) == size).all()
-    np.testing.assert_allclose(weights.mean(axis=0), 1, atol=0.06)
-
-
-@pytest.mark.parametrize("strata", [None, np.arange(7) % 3])
-def test_resamples_depend_on_the_seed_alone(strata, monkeypatch):
-    weights = all_weights(7, 50, 3, strata)
-    assert not np.array_equal(weights, all_weights(7, 50, 4, strata))
+def test_resamples_depend_on_the_seed_alone(monkeypatch):
+    weights = all_weights(7, 50, 3)
+    assert not np.array_equal(weights, all_weights(7, 50, 4))
     monkeypatch.setattr(intervals, "CHUNK_WEIGHTS", 30)
-    chunks = list(resample_weights(7, 50, 3, strata))
+    chunks = list(resample_weights(7, 50, 3))
     assert [len(chunk) for chunk in chunks] == [4] * 12 + [2]
     np.testing.assert_array_equal(np.concatenate(chunks), weights)
-
-
-def test_every_item_has_a_stratum():
-    with pytest.raises(ValueError, match="2 strata for 3 items"):
-        all_weights(3, 10, 0, np.array([0, 1]))
 
 
 # Intervals -----------------------------------------------------------------------------------------------------------
@@ -83,18 +75,10 @@ def test_missing_items_are_excluded():
     values = np.array([1.0, np.nan, 0.0, 0.0, np.nan])
     assert mean(values) == mean(np.array([1.0, 0.0, 0.0]))
     # The first item is the only one of its stratum that is left: it is in every resample.
-    assert mean(values, strata=np.array(["b", "a", "a", "a", "b"])) == Estimate(1 / 3, 1 / 3, 1 / 3, 3)
 
 
-def test_variation_between_strata_is_not_resampled():
-    values = np.array([0.0, 0.0, 1.0, 1.0])
-    assert mean(values).low < 0.5 < mean(values).high
-    assert mean(values, strata=values) == Estimate(0.5, 0.5, 0.5, 4)
-
-
-@pytest.mark.parametrize("values", [np.empty(0), np.array([np.nan])])
-def test_no_items_no_number(values):
-    estimate = mean(values)
+def test_no_items_no_number():
+    estimate = mean(np.array([np.nan]))
     assert estimate.n == 0
     assert all(math.isnan(number) for number in (estimate.value, estimate.low, estimate.high))
 
@@ -102,47 +86,27 @@ def test_no_items_no_number(values):
 def test_paired_differences_are_narrower_than_separate_ones():
     difficulty = np.linspace(0, 1, 200)
     a, b = difficulty + 0.05, difficulty + 0.01 * (np.arange(200) % 2)
-    estimate = mean_difference(a, b)
+    estimate = mean(a - b)
     assert estimate.value == pytest.approx(0.045)
     assert 0.04 < estimate.low < estimate.high < 0.05
     assert mean(a).low < mean(b).high  # separate intervals overlap
 
 
 def test_a_pair_with_a_missing_side_is_excluded():
-    estimate = mean_difference(np.array([1.0, np.nan, 3.0, 4.0]), np.array([0.0, 0.0, np.nan, 2.0]))
+    estimate = mean(np.array([1.0, np.nan, 3.0, 4.0]) - np.array([0.0, 0.0, np.nan, 2.0]))
     assert (estimate.value, estimate.n) == (1.5, 2)
 
 
 def test_resamples_without_a_counting_item_are_ignored():
-    counts_I, values_I = np.array([1.0, 0.0, 0.0]), np.array([7.0, 0.0, 0.0])
-
-    def ratio(weights_BI: np.ndarray) -> np.ndarray:
-        with np.errstate(invalid="ignore"):
-            return weights_BI @ values_I / (weights_BI @ counts_I)
-
-    # The first item is not drawn in (2/3)³ of the resamples.
-    assert 0.25 < np.isnan(ratio(all_weights(3, 2000, 0))).mean() < 0.35
-    assert bootstrap(ratio, 3) == Estimate(7.0, 7.0, 7.0, 3)
+    assert percentile_interval(7.0, np.array([np.nan, 7.0, 7.0, np.nan]), 3, 0.95) == Estimate(7.0, 7.0, 7.0, 3)
+    estimate = mean(np.array([7.0, np.nan, np.nan]))  # not drawn in (2/3)³ of the resamples
+    assert estimate == Estimate(7.0, 7.0, 7.0, 1)
 
 
 def test_a_statistic_without_value_has_no_interval():
-    estimate = bootstrap(lambda weights_BI: np.full(len(weights_BI), np.nan), 3)
+    estimate = percentile_interval(np.nan, np.full(5, np.nan), 3, 0.95)
     assert estimate.n == 3
     assert all(math.isnan(number) for number in (estimate.value, estimate.low, estimate.high))
-
-
-def test_any_statistic_of_weights():
-    """A weighted median: that of the items, between the least and the greatest."""
-    values_I = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
-
-    def median(weights_BI: np.ndarray) -> np.ndarray:
-        return values_I[np.argmax(np.cumsum(weights_BI, axis=1) >= weights_BI.sum(axis=1, keepdims=True) / 2, axis=1)]
-
-    estimate = bootstrap(median, 5, seed=1)
-    assert estimate.value == 4.0
-    assert estimate.low in values_I
-    assert estimate.high in values_I
-    assert estimate.low < 4.0 < estimate.high
 
 
 @settings(max_examples=30, deadline=None)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plaudit.statistics.ranking import acc_eq, best_epsilon, kendall_tau_b, pairwise_agreement, soft_pairwise_accuracy
+from plaudit.statistics.ranking import acc_eq, best_epsilon, kendall_tau_b, soft_pairwise_accuracy
 
 NAN = math.nan
 # Few levels, so that ties are frequent.
@@ -17,6 +17,11 @@ GROUP = st.integers(2, 6).flatmap(lambda n: st.tuples(*(st.lists(st.integers(0, 
 
 
 # Pairs ---------------------------------------------------------------------------------------------------------------
+
+
+def agreement_of(predicted: np.ndarray, truth: np.ndarray) -> float:
+    """Of one group, whose ties are equal scores."""
+    return acc_eq([predicted], [truth], 0.0)[0]
 
 
 @pytest.mark.parametrize(
@@ -34,23 +39,23 @@ GROUP = st.integers(2, 6).flatmap(lambda n: st.tuples(*(st.lists(st.integers(0, 
     ],
 )
 def test_agreement_by_hand(predicted, truth, agreement):
-    assert pairwise_agreement(np.array(predicted), np.array(truth)) == pytest.approx(agreement)
+    assert agreement_of(np.array(predicted), np.array(truth)) == pytest.approx(agreement)
 
 
 def test_agreement_needs_two_candidates():
-    assert math.isnan(pairwise_agreement(np.array([1.0]), np.array([1.0])))
-    assert math.isnan(pairwise_agreement(np.array([]), np.array([])))
-    assert math.isnan(pairwise_agreement(np.array([1.0, NAN]), np.array([1.0, 2.0])))
+    assert math.isnan(agreement_of(np.array([1.0]), np.array([1.0])))
+    assert math.isnan(agreement_of(np.array([]), np.array([])))
+    assert math.isnan(agreement_of(np.array([1.0, NAN]), np.array([1.0, 2.0])))
 
 
 def test_a_candidate_without_score_is_left_out():
-    assert pairwise_agreement(np.array([3.0, NAN, 1.0]), np.array([2, 9, 1])) == 1.0
+    assert agreement_of(np.array([3.0, NAN, 1.0]), np.array([2, 9, 1])) == 1.0
     assert kendall_tau_b(np.array([3.0, NAN, 1.0]), np.array([2, 9, 1])) == 1.0
 
 
 def test_every_candidate_has_two_scores():
     with pytest.raises(ValueError, match="3 predicted scores for 2 candidates"):
-        pairwise_agreement(np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0]))
+        agreement_of(np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0]))
 
 
 @given(group=GROUP)
@@ -58,11 +63,11 @@ def test_agreement_depends_on_relations_alone(group):
     predicted, truth = map(np.array, group)
     pairs = list(combinations(range(len(truth)), 2))
     equal = sum(np.sign(predicted[i] - predicted[j]) == np.sign(truth[i] - truth[j]) for i, j in pairs)
-    agreement = pairwise_agreement(predicted, truth)
+    agreement = agreement_of(predicted, truth)
     assert agreement == pytest.approx(equal / len(pairs))
-    assert pairwise_agreement(np.exp(predicted), 7 * truth - 3) == agreement
-    assert pairwise_agreement(predicted[::-1], truth[::-1]) == agreement
-    assert pairwise_agreement(truth, predicted) == agreement
+    assert agreement_of(np.exp(predicted), 7 * truth - 3) == agreement
+    assert agreement_of(predicted[::-1], truth[::-1]) == agreement
+    assert agreement_of(truth, predicted) == agreement
 
 
 # Ties within a threshold ---------------------------------------------------------------------------------------------
