@@ -14,9 +14,9 @@ RECENT_S = 120.0
 
 def run_state(folder: Path, description: Mapping[str, Any], metrics: MetricsLog) -> dict[str, Any]:
     """`state`: training, finished or stopped; why; and how far it is."""
-    step = int(metrics.last.get("step", 0))
+    step = metrics.last_step
     total = description["recipe"].get("run.max_steps")
-    epoch, epochs = metrics.last.get("epoch"), description["recipe"].get("run.epochs")
+    epoch, epochs = metrics.last("epoch"), description["recipe"].get("run.epochs")
     progress = step / total if total else epoch / epochs if epoch and epochs else None
     state, detail = _state(folder, description, step)
     return {
@@ -26,9 +26,7 @@ def run_state(folder: Path, description: Mapping[str, Any], metrics: MetricsLog)
         "total_steps": total,
         "progress": None if progress is None else min(1.0, progress),
         "seconds": metrics.seconds.values[-1] if len(metrics.seconds.values) else None,
-        "last": {
-            name: value for name in ("reward", "val/reward", "loss", "val/loss") if (value := metrics.last.get(name)) is not None
-        },
+        "last": {name: value for name in ("reward", "val/reward", "loss", "val/loss") if (value := metrics.last(name)) is not None},
     }
 
 

@@ -6,7 +6,8 @@ With r the reward and l the length of sample i of group g:
                          longer answers, do not look like a preference for length
     distinct-2           different pairs of words / all pairs of words, over the responses of a step
     duplicates           samples whose response an earlier sample of the same group has too
-    copied               words of a response in runs of three that its prompt has too
+    copied               runs of three words of the responses that their prompts have too
+    repeated             words of the prompt that a response has too, mean over responses
 """
 
 import re
@@ -97,20 +98,24 @@ def _duplicates(responses: Sequence[str], groups: np.ndarray) -> float:
 def _word_statistics(table: pa.Table, responses: Sequence[str], starts: Sequence[int]) -> dict[str, float | None]:
     pairs: set[tuple[str, str]] = set()
     all_pairs = copied = in_runs = 0
+    repeated: list[float] = []
     prompts = table.column("prompt").take(pa.array(starts, pa.int64())).to_pylist()
     for start, end, prompt in zip(starts, [*starts[1:], len(responses)], prompts, strict=True):
         words = WORD.findall(_prompt_text(prompt)[:MAX_CHARACTERS].lower())
+        asked = set(words)
         of_prompt = set(zip(words, words[1:], words[2:], strict=False))
         for response in responses[start:end]:
             words = WORD.findall(response[:MAX_CHARACTERS].lower())
             twos, threes = list(pairwise(words)), list(zip(words, words[1:], words[2:], strict=False))
             pairs.update(twos)
+            repeated += [len(asked & set(words)) / len(asked)] if asked else []
             all_pairs += len(twos)
             in_runs += len(threes)
             copied += sum(three in of_prompt for three in threes)
     return {
         "distinct-2": len(pairs) / all_pairs if all_pairs else None,
         "copied from the prompt": copied / in_runs if in_runs else None,
+        "words of the prompt": sum(repeated) / len(repeated) if repeated else None,
     }
 
 

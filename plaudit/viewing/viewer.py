@@ -5,6 +5,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ class Viewer:
         if not 0 <= number < len(self.sources):
             raise NotThere(f"there is no run number {number}")
         return self.sources[number]
+
+    def read_ahead(self) -> None:
+        """What the first pages need. Reports nothing: whoever asks for a page gets to know what is wrong with it."""
+        with suppress(PlauditError, OSError):
+            for run in self.runs():
+                for split, (_, last, _) in run["samples"].items():
+                    self.step(run["id"], split, last)
 
     # Runs and metrics
 

@@ -161,6 +161,7 @@ def test_duplicates_echoes_and_variety(tmp_path):
     series = Viewer([open_source(make_run(tmp_path / "made", {1: [echo]}))]).diagnostics(0)["series"]
     assert series["duplicates"]["y"] == [pytest.approx(1 / 3, rel=1e-5)]
     assert series["copied from the prompt"]["y"] == [1.0]
+    assert series["words of the prompt"]["y"] == [pytest.approx(3 / 5 * 2 / 3)]  # of say : one two three, in two of three responses
     assert series["distinct-2"]["y"] == [0.5]  # one two, two three, of four
     assert "length correlation" not in series  # three samples are too few
 

@@ -31,7 +31,7 @@ function logTicks(low, high) {
 }
 
 // series: [{name, x, y, colour, dashed, points, faint}]; onPick(series, x) is called with a click.
-export function lineChart({ title, note, series, log = false, share = 0, xLabel = "step", formatX = number, onPick, bounds, legend = true }) {
+export function lineChart({ title, note, series, log = false, share = 0, xLabel = "step", formatX = number, onPick, bounds, legend = series.length > 1 }) {
   const drawn = series.map((one) => {
     const ys = smooth(one.y, one.points ? 0 : share);
     const points = one.x.map((x, i) => [x, ys[i], one.y[i]]).filter(([, y]) => y !== null && (!log || y > 0));
@@ -93,7 +93,7 @@ export function lineChart({ title, note, series, log = false, share = 0, xLabel 
   if (onPick) svg.addEventListener("click", (event) => { const { one, point } = nearest(event); onPick(one, point[0]); });
   if (note) box.append(h("p", {}, note));
   box.append(svg, tip);
-  if (legend && drawn.length > 1) {
+  if (legend) {
     box.append(h("div", { class: "legend" }, drawn.map((one) => h("span", {}, h("i", { class: one.dashed ? "dashed" : "", style: { "border-color": one.colour } }), `${one.name} ${number(one.at.at(-1)[2], 3)}`))));
   }
   return box;

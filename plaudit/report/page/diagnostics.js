@@ -47,19 +47,21 @@ function sections(ctx, run, of, metrics) {
   const line = (name, series, more = {}) => ({ name, x: series?.x || [], y: series?.y || [], colour: seriesColour(0), ...more });
   const chart = (title, note, series, more = {}) => (series.some((one) => one.x.length) ? lineChart({ title, note, series, share, onPick: pick("train"), ...more }) : null);
   const parts = Object.keys(of).filter((n) => n.startsWith("part/")).map((n) => n.slice(5)).filter((n) => n !== "unnormalised" && (n in weights || !Object.keys(weights).length));
-  const measured = parts.filter((n) => weights[n] === 0);
+  const measured = parts.filter((n) => weights[n] === 0), trained = parts.filter((n) => weights[n] !== 0);
+  // A single trained component is the total: drawn once.
+  const shown = trained.length === 1 ? measured : parts;
   const sets = [
     ["Reward and its components", [
-      chart("components and the total", "Which component makes the total rise? One that rises alone, while others fall, is what the policy has found.", [line("total", of.reward), ...(parts.length > 1 ? parts : []).map((n, i) => line(weights[n] === 0 ? `${n} (only measured)` : n, of[`part/${n}`], { colour: colour(n, i), dashed: weights[n] === 0 }))]),
+      measured.length && shown === measured ? null : chart("components and the total", "Which component makes the total rise? One that rises alone, while others fall, is what the policy has found.", [line("total", of.reward), ...shown.map((n, i) => line(weights[n] === 0 ? `${n} (only measured)` : n, of[`part/${n}`], { colour: colour(n, i), dashed: weights[n] === 0 }))]),
       measured.length ? chart("trained reward against measured ones", "Rewards of weight 0 are not trained on. If the total keeps rising while they fall, the policy optimises the reward, not the task.", [line("total", of.reward), ...measured.map((n, i) => line(n, of[`part/${n}`], { colour: colour(n, i), dashed: true }))]) : null,
-      metrics["val/reward"] ? chart("validation", "On prompts that it is not trained on. Measured rewards of weight 0 are dashed.", [line("val/reward", metrics["val/reward"], { points: true }), ...parts.filter((n) => metrics[`val/parts/${n}`] && parts.length > 1).map((n, i) => line(n, metrics[`val/parts/${n}`], { colour: colour(n, i), dashed: weights[n] === 0, points: true }))], { onPick: pick("val") }) : null,
-      parts.length > 1 ? chart("component against total, within groups", "Correlation of each component with the total among samples of a prompt: what decides which sample is better?", parts.map((n, i) => line(n, of[`with total/${n}`], { colour: colour(n, i), dashed: weights[n] === 0 })), { bounds: [-1, 1] }) : null,
+      metrics["val/reward"] ? chart("validation", "On prompts that it is not trained on. Measured rewards of weight 0 are dashed.", [line("val/reward", metrics["val/reward"], { points: true }), ...shown.filter((n) => metrics[`val/parts/${n}`]).map((n, i) => line(n, metrics[`val/parts/${n}`], { colour: colour(n, i), dashed: weights[n] === 0, points: true }))], { onPick: pick("val") }) : null,
+      shown.length && parts.length > 1 ? chart("component against total, within groups", "Correlation of each component with the total among samples of a prompt: what decides which sample is better?", shown.map((n, i) => line(n, of[`with total/${n}`], { colour: colour(n, i), dashed: weights[n] === 0 })), { bounds: [-1, 1], legend: true }) : null,
       ...Object.keys(of).filter((n) => n.startsWith("agreement/")).map((n) => chart(`judge against rule: ${n.slice(10)}`, "Correlation over the samples that both scored. A judge that disagrees more and more may have been fooled.", [line("correlation", of[n])], { bounds: [-1, 1] })),
     ]],
     ["Length and form", [
       chart("length", "Tokens of a response, or characters where tokens are not known.", [line("mean length", of.length)]),
-      chart("reward and length, within groups", "Correlation among samples of the same prompt. Near +1, longer answers are the better ones, whatever they say.", [line("total", of["length correlation"]), ...(parts.length > 1 ? parts.map((n, i) => line(n, of[`length correlation/${n}`], { colour: colour(n, i), dashed: weights[n] === 0 })) : [])], { bounds: [-1, 1] }),
-      chart("copied from the prompt", "Share of a response's three-word runs that its prompt has too: an echo.", [line("share", of["copied from the prompt"])], { bounds: [0, 1] }),
+      chart("reward and length, within groups", "Correlation among samples of the same prompt. Near +1, longer answers are the better ones, whatever they say.", [line("total", of["length correlation"]), ...shown.map((n, i) => line(n, of[`length correlation/${n}`], { colour: colour(n, i), dashed: weights[n] === 0 }))], { bounds: [-1, 1] }),
+      chart("echo of the prompt", "How much of a response was copied, in runs of three words; and how many of the prompt's words it repeats.", [line("copied", of["copied from the prompt"]), line("prompt's words repeated", of["words of the prompt"], { colour: seriesColour(1) })], { bounds: [0, 1] }),
       chart("variety", "distinct-2: different word pairs among all word pairs of a step. Duplicates: the same response twice in a group. Both show a policy that repeats itself.", [line("distinct-2", of["distinct-2"]), line("duplicates", of.duplicates, { colour: seriesColour(1) })], { bounds: [0, 1] }),
     ]],
     ["What goes wrong", [

@@ -60,7 +60,8 @@ function truthPart(sample) {
 
 // Each reward: the string it saw, its failure, its judge's prompt and answer.
 function scoredPart(run, sample) {
-  const names = Object.keys(sample.rewards);
+  const order = (run.rewards || []).map((reward) => reward.label);
+  const names = Object.keys(sample.rewards).sort((a, b) => order.indexOf(a) - order.indexOf(b));
   if (!names.length) return null;
   const kinds = Object.fromEntries((run.rewards || []).map((reward) => [reward.label, reward.kind]));
   return h("section", {}, h("h2", {}, "What each reward saw"), names.map((name) => {
