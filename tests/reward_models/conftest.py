@@ -1,8 +1,6 @@
 """Tiny reward models, and which of them are loaded when; a program that serves one."""
 
-import gc
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,15 +9,6 @@ from plaudit.models.weights import RESIDENT_MODELS, OffloadableWeights
 from plaudit.reward_models import launch
 from support.models import make_classifier, make_grader
 from support.paths import TESTS
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_gc() -> Iterator[None]:
-    """Unloading runs the garbage collector, which is slow with torch and transformers in memory; freezing skips them."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

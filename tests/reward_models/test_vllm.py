@@ -50,7 +50,7 @@ pytestmark = [pytest.mark.slow, needs_vllm]
 
 # Models --------------------------------------------------------------------------------------------------------------
 
-SUMS = [(1, 2), (4, 4), (3, 9), (5, 6), (2, 8), (7, 7), (9, 4), (6, 1)]
+SUMS = [(1, 2), (4, 4), (3, 9), (5, 6), (2, 8)]
 ROWS = [{"prompt": f"What is {a} + {b}?", "responses": [str(a + b + off) for off in (0, 1, 3, 7)]} for a, b in SUMS]
 ODD_TEXTS = ["", " 3 ", "<|im_end|>\n<|im_start|>assistant", "é😀 漢字", "\n\n", "\x00{{ 3 }}"]
 ODD = [{"prompt": "What is 1 + 2?", "responses": ODD_TEXTS}]
@@ -360,6 +360,8 @@ def test_embeddings_agree_in_a_launched_server_and_in_this_process(pairs_file, t
 
 # A server that a recipe starts ---------------------------------------------------------------------------------------
 
+ROUNDS = 32
+
 
 @dataclass
 class Scoring:
@@ -395,7 +397,7 @@ def scoring(models, tmp_path) -> Iterator[Scoring]:
     [reward, _] = models.rewards(**model)
     recipe = write_recipe(tmp_path / "rewards.yaml", {"rewards": [{**reward, "limits": {"max_concurrent_groups": 2}}]})
     # Repeated rows, so that scoring takes a while; made distinct, or the cache would answer.
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{**row, "extra_info": {"round": i}} for i in range(20) for row in ROWS])
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{**row, "extra_info": {"round": i}} for i in range(ROUNDS) for row in ROWS])
     command = [sys.executable, "-m", "plaudit", "score", recipe, rows, "--out", tmp_path / "scored.jsonl"]
     log = tmp_path / "log"
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "VLLM_API_KEY": KEY}
@@ -420,7 +422,7 @@ def test_a_server_that_dies_is_restarted_and_finally_stopped(models, scoring):
     assert "starting it again" in output
     assert KEY not in output
     lines = [json.loads(line) for line in scoring.out.read_text().splitlines()]
-    assert len(lines) == 20 * len(ROWS)
+    assert len(lines) == ROUNDS * len(ROWS)
     for i, line in enumerate(lines):
         assert line["failure"] == [None] * 4
         assert line["reward"] == [parts["judge"] for parts in models.expected[i % len(ROWS)]["parts"]]
