@@ -92,7 +92,7 @@ function tiles(data, rewards) {
     tile(percent(share((x) => x.malformed)), "malformed", "the policy's fault: no answer to be found, broken thoughts"),
     tile(percent(share((x) => x.failure || x.failures)), "a reward failed", "the reward's fault: a timeout, an exception"),
     tile(percent(share((x) => x.status === "truncated")), "truncated", "the response reached the length limit"),
-    tile(`${samples.length}`, plural(data.groups.length, "group") + ", samples"));
+    tile(`${samples.length}`, `samples in ${plural(data.groups.length, "group")}`));
 }
 
 function failures(data, link) {
@@ -131,7 +131,7 @@ function componentCard(run, data, components, colours, weighted) {
   });
   const other = [...new Set(data.groups.flatMap((g) => Object.keys(g.parts)))].filter((name) => !components.includes(name));
   return h("div", { class: "card" }, h("h3", {}, "Components"), h("div", { class: "scroll" }, h("table", {},
-    h("thead", {}, h("tr", {}, h("th", {}, "reward"), h("th", { class: "n" }, "weight"), h("th", { class: "n" }, "mean"), h("th", { class: "n" }, "least"), h("th", { class: "n" }, "greatest"), h("th", { class: "n" }, "samples"))),
+    h("thead", {}, h("tr", {}, h("th", {}, "reward"), h("th", { class: "n" }, "weight"), h("th", { class: "n" }, "mean"), h("th", { class: "n" }, "min"), h("th", { class: "n" }, "max"), h("th", { class: "n" }, "samples"))),
     h("tbody", {}, rows.map((r) => h("tr", {}, h("td", {}, h("b", { class: "dot", style: { background: colours[r.name] } }), r.name, r.weight === 0 ? h("div", { class: "small dim" }, "only measured") : null), h("td", { class: "n" }, number(r.weight)), h("td", { class: "n" }, number(r.mean)), h("td", { class: "n" }, number(r.least)), h("td", { class: "n" }, number(r.greatest)), h("td", { class: "n" }, r.n)))))),
     other.length ? h("p", { class: "small dim" }, `Also recorded: ${other.join(", ")}.`) : null);
 }
