@@ -599,7 +599,7 @@ def test_pairs_from_a_runs_samples(tmp_path, plaudit):
     ("row", "message"),
     [
         ({"prompt": "?", "responses": ["a", "b"]}, "column 'reward' is missing (found: prompt, responses). Score them first"),
-        (scored_row(["a", "b"], [1.0]), "row 1: `reward` should be"),
+        (scored_row(["a", "b"], [1.0]), "row 1: there should be a score for each of the 2 responses, not 1. Score them first"),
         (scored_row(["a", "b"], [1.0, 1.0]), "no pairs could be made"),
     ],
 )

@@ -623,7 +623,7 @@ def test_only_as_much_memory_as_needed_is_allocated(llama):
 def test_reserved_memory_is_left_free(llama, monkeypatch):
     total = 10**9
     monkeypatch.setattr(native, "total_memory", lambda device: total)
-    weights = sum(p.numel() * 4 for p in llama.model.parameters())
+    weights = sum(tensor.numel() * 4 for tensor in (*llama.model.parameters(), *llama.model.buffers()))
     assert engine_of(llama)._cache_budget() == (total - weights) // 2
     assert engine_of(llama, reserved_bytes=10**8)._cache_budget() == (total - weights - 10**8) // 2
     engine = engine_of(llama, reserved_bytes=2 * total)
