@@ -191,6 +191,8 @@ class Experience(Example):
     """The critic's predictions at the start of the step."""
     returns: np.ndarray | None = None
     """What the critic is trained to predict."""
+    entropies: np.ndarray | None = None
+    """Of the policy at the start of the step, to look at; None where they are not computed."""
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ class RLRunSettings(RunSettings):
     Those of validations stay."""
     keep_tokens: NonNegativeInt = 0
     """Groups of each step whose samples are written token by token too, for `plaudit view`: text, log-prob, advantage, and where
-    known the mismatch of sampler and trainer, and the KL from the reference."""
+    known entropy, the mismatch of sampler and trainer, and the KL from the reference."""
 
 
 class ClusterSettings(Section):

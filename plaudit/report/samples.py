@@ -87,6 +87,8 @@ def _tokens(group: ScoredGroup, i: int, experience: Experience | None, decode: C
             values["mismatch"] = experience.old_logprobs - experience.sampler_logprobs
         if experience.ref_logprobs is not None:
             values["kl"] = current - experience.ref_logprobs
+        if experience.entropies is not None:
+            values["entropy"] = experience.entropies
         if experience.values is not None:
             values["value"] = experience.values
     numbers = {f"token/{name}": array.astype(np.float32).tolist() for name, array in values.items()}

@@ -9,6 +9,7 @@ import numpy as np
 
 from plaudit.recipe import RLRecipe
 from plaudit.rewards.reward import read_answer
+from plaudit.statistics.group_spread import group_spread
 from plaudit.statistics.prompt_samples import PromptSamples
 from plaudit.types import Score, ScoredGroup
 
@@ -33,6 +34,7 @@ def metrics(scored: Sequence[ScoredGroup]) -> dict[str, float]:
     result["dropped"] = float(len(scores) - len(values))
     if several := [group for group in scored if len(group.scores) > 1]:
         result["groups_without_signal"] = statistics.fmean(not has_signal(group) for group in several)
+        result |= _spreads(several)
     causes = Counter(cause for name, score in _by_reward(scored) if score.failure for cause in _keys(name, score.failure.cause))
     return result | {f"failures/{key}": float(count) for key, count in sorted(causes.items())}
 
@@ -106,6 +108,16 @@ def _parts(scores: Sequence[Score]) -> dict[str, float]:
         f"parts/{part}": statistics.fmean(score.parts[part] for score in scores if part in score.parts)
         for part in sorted({part for score in scores for part in score.parts})
     }
+
+
+def _spreads(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Of each reward, how much it differs within groups, and in which share of them it does."""
+    numbers = np.repeat(np.arange(len(groups)), [len(group.scores) for group in groups])
+    result: dict[str, float] = {}
+    for name in sorted({name for group in groups for name in group.by_reward}):
+        found = group_spread(np.array([score.parts.get(name, np.nan) for score in _scores(groups)]), numbers)
+        result |= {} if found is None else {f"group_std/{name}": found.spread, f"signal/{name}": found.signal}
+    return result
 
 
 def has_signal(group: ScoredGroup) -> bool:

@@ -153,7 +153,11 @@ class Learner:
             hidden_ND = target_states(model, batch)
             outputs: dict[str, torch.Tensor] = {}
             if recompute_old:
-                outputs["old_logprobs"] = state_logprobs(model, hidden_ND, batch, temperature=temperature).logprobs_N
+                entropy = "value" if self.recipe.run.keep_tokens else "none"
+                old = state_logprobs(model, hidden_ND, batch, temperature=temperature, entropy=entropy)
+                outputs["old_logprobs"] = old.logprobs_N
+                if old.entropy_N is not None:
+                    outputs["entropies"] = old.entropy_N
             if shared is not None:
                 outputs["values"] = shared.values(hidden_ND)
             return outputs
@@ -211,6 +215,7 @@ class Learner:
                 ref_logprobs=field("ref_logprobs", i),
                 values=field("values", i),
                 returns=None if returns is None else returns[i],
+                entropies=field("entropies", i),
             )
             for i, sequence in enumerate(samples.sequences)
         ]

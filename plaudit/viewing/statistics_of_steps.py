@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from plaudit.statistics.group_spread import group_spread
 from plaudit.viewing.steps import group_starts
 
 WORD = re.compile(r"\w+|[^\w\s]")
@@ -58,6 +59,8 @@ def step_statistics(table: pa.Table, judges: Sequence[str], rules: Sequence[str]
         result[f"part/{name}"] = _mean(values)
         result[f"length correlation/{name}"] = within_groups(lengths, values, groups)
         result[f"with total/{name}"] = within_groups(values, rewards, groups)
+        if (found := group_spread(values, groups)) is not None:
+            result |= {f"group_std/{name}": found.spread, f"signal/{name}": found.signal}
     for judge in judges:
         for rule in rules:
             if judge in parts and rule in parts:

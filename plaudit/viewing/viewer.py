@@ -142,12 +142,18 @@ class Viewer:
             having = [step for step in done if name in known[step][1]]
             series[name] = as_points(having, [known[step][1][name] for step in having])
         return {
-            "series": series,
+            "series": series | (self._group_statistics(number) if split == "train" else {}),
             "done": len(done),
             "of": len(chosen),
             "steps": len(source.steps()[split]),
             "problems": problems[:3],
         }
+
+    def _group_statistics(self, number: int) -> dict[str, Any]:
+        """Those that the run has written itself: of every step, not only of those whose samples are read."""
+        logged = self.metrics(number)["series"] if self.source(number).metrics is not None else {}
+        found = {name: one for name, one in logged.items() if name.startswith(("group_std/", "signal/"))}
+        return found | ({"groups without signal": logged["groups_without_signal"]} if "groups_without_signal" in logged else {})
 
 
 def _prompt_rows(source: Source, split: str, step: int) -> dict[str, int]:

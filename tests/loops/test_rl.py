@@ -932,6 +932,16 @@ def test_groups_with_equal_rewards_change_no_weights(tmp_path, recipe, tiny_mode
     assert all(torch.equal(before[name], after[name]) for name in after)
 
 
+def test_entropy_token_by_token(recipe, tmp_path):
+    """The mean over all tokens is the step's metric, if the updates do not move the policy."""
+    file = recipe(train={"epochs_per_step": 2}, optim={"lr": 1e-12}, run={"keep_tokens": 99, "max_steps": 1})
+    train_rl(file)
+    tokens = [row for row in samples_of(tmp_path / "run", 1) if row["token/entropy"] is not None]
+    assert all(len(row["token/entropy"]) == len(row["token/logprob"]) for row in tokens)
+    entropies = np.concatenate([row["token/entropy"] for row in tokens])
+    assert entropies.mean() == pytest.approx(metrics_of(tmp_path / "run")[-1]["entropy"], rel=1e-4)
+
+
 @pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("train", "per_step"),

@@ -445,12 +445,16 @@ def test_metrics_count_dropped_samples_and_average_the_rest():
     assert got["malformed"] == 1 / 12
     assert got["dropped"] == got["failures/timeout"] == got["failures/odd/timeout"] == 6
     assert got["groups_without_signal"] == 2 / 3
+    # odd: {1, 0, 3} and {2, 2}; the third group has one value only. seen: the fives too, so that all groups differ.
+    assert math.isclose(got["group_std/odd"], ((10 / 3 - (4 / 3) ** 2) ** 0.5 + 0) / 2)
+    assert got["signal/odd"] == 1 / 2
+    assert got["signal/seen"] == 1.0
     assert "reward" not in metrics([ScoredGroup(group("5"), (BROKEN,), {"odd": (BROKEN,)})])
 
 
 def test_single_samples_have_no_group_statistics():
-    scored = [ScoredGroup(group(text), (Score(1.0),), {}) for text in "ab"]
-    assert "groups_without_signal" not in metrics(scored)
+    scored = [ScoredGroup(group(text), (Score(1.0, {"a": 1.0}),), {"a": (Score(1.0),)}) for text in "ab"]
+    assert metrics(scored).keys().isdisjoint({"groups_without_signal", "signal/a", "group_std/a"})
     assert metrics([*scored, ScoredGroup(group("a", "b"), (Score(1.0), Score(0.0)), {})])["groups_without_signal"] == 0.0
 
 

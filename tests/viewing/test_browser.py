@@ -4,8 +4,10 @@ import fcntl
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlparse
@@ -251,6 +253,55 @@ def test_a_run_that_trains_is_followed(page, tmp_path):
         page.get_by_text("training, step 3").wait_for()
         page.get_by_role("link", name="last step").click()
         wait_for_title(page, "Step 3")
+
+
+def test_a_training_run_is_followed_to_its_end(page, tmp_path):
+    """A real one: held after its first steps until the page is open, so that it cannot be over before."""
+    with first_rl(tmp_path, max_steps=12) as training, serving(tmp_path / "rl") as address:
+        training.send_signal(signal.SIGSTOP)
+        page.goto(address)
+        page.get_by_text(re.compile(r"training, step \d+ of 12")).wait_for()
+        page.evaluate("window.never_reloaded = true")
+        page.get_by_role("link", name="last step").click()
+        page.get_by_role("heading", level=1, name=re.compile(r"Step \d+")).wait_for()
+        opened = int(re.findall(r"Step (\d+)", text_of(page, "h1"))[0])
+        assert opened < 12
+        assert page.get_by_role("button", name="→").is_disabled()  # nothing comes after it yet
+        training.send_signal(signal.SIGCONT)
+        page.get_by_role("button", name="→").and_(page.locator(":enabled")).click()
+        wait_for_title(page, f"Step {opened + 1}")
+        page.get_by_role("link", name="Runs").click()
+        page.locator(".pill.finished").wait_for(timeout=120_000)
+        assert "the model is in" in text_of(page)
+        assert page.locator(".pill.training").count() == 0
+        page.get_by_role("link", name="last step").click()
+        wait_for_title(page, "Step 12")
+        assert page.evaluate("window.never_reloaded")
+        assert training.wait() == 0
+
+
+class first_rl:
+    """recipes/first/rl.yaml, started; entered when it has written its first step."""
+
+    def __init__(self, folder: Path, max_steps: int):
+        plaudit = [sys.executable, "-m", "plaudit"]
+        rows, self.run = "recipes/first/train.jsonl", folder / "rl"
+        subprocess.run([*plaudit, "prepare", "tiny-model", rows, "--out", str(folder / "tiny")], check=True, capture_output=True)
+        settings = [f"model.path={folder / 'tiny'}", f"run.dir={self.run}", f"run.max_steps={max_steps}"]
+        self.log = (folder / "log").open("w")
+        self.process = subprocess.Popen([*plaudit, "rl", "recipes/first/rl.yaml", *settings], stdout=self.log, stderr=self.log)
+
+    def __enter__(self) -> subprocess.Popen:
+        while not list(self.run.glob("samples/train_*.parquet")):
+            assert self.process.poll() is None, Path(self.log.name).read_text()
+            time.sleep(0.05)
+        return self.process
+
+    def __exit__(self, *_: object) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.terminate()
+        self.process.wait()
+        self.log.close()
 
 
 def test_a_run_that_is_deleted_meanwhile_says_so(page, tmp_path):

@@ -173,6 +173,24 @@ def test_judge_against_rule_where_both_spoke(tmp_path):
     assert series["agreement/tone and exact"]["y"] == [-1.0]
 
 
+def test_how_much_each_component_differs_within_groups(tmp_path):
+    apart = scored_group("p", ["a", "b"], [1.0, 1.0], parts=[{"exact": 0.0, "tone": 0.5}, {"exact": 1.0, "tone": 0.5}])
+    equal = scored_group("q", ["a", "b"], [1.0, 1.0], parts=[{"exact": 1.0, "tone": 0.5}, {"exact": 1.0, "tone": 0.5}])
+    run = make_run(tmp_path / "made", {1: [apart, equal], 2: [equal]})
+    (run / "samples/train_000002.parquet").unlink()
+    series = Viewer([open_source(run)]).diagnostics(0)["series"]
+    assert series["signal/exact"] == {"x": [1], "y": [0.5]}
+    assert series["group_std/exact"] == {"x": [1], "y": [0.25]}
+    assert series["signal/tone"] == series["group_std/tone"] == {"x": [1], "y": [0.0]}
+    # What the run has written itself is there for steps without samples too.
+    rows = [{"step": step, "signal/exact": 0.5 / step, "groups_without_signal": 1.0} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    series = Viewer([open_source(run)]).diagnostics(0)["series"]
+    assert series["signal/exact"] == {"x": [1, 2], "y": [0.5, 0.25]}
+    assert series["groups without signal"] == {"x": [1, 2], "y": [1.0, 1.0]}
+    assert series["signal/tone"]["x"] == [1]
+
+
 # Search --------------------------------------------------------------------------------------------------------------
 
 

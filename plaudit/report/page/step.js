@@ -24,7 +24,7 @@ const choice = { order: "spread", filter: "all groups", source: "" };
 
 export async function stepPage(ctx, [name, split, stepText]) {
   const run = ctx.run(name), step = Number(stepText);
-  const [data, steps] = await Promise.all([get(`runs/${run.id}/${split}/${step}`), ctx.steps(run)]);
+  let [data, steps] = await Promise.all([get(`runs/${run.id}/${split}/${step}`), ctx.steps(run)]);
   const link = (row) => `#/sample/${encodeURIComponent(run.name)}/${split}/${step}/${row}`;
   const rewards = data.samples.map((x) => x.reward).filter((x) => x !== undefined);
   const low = Math.min(...rewards), high = Math.max(...rewards);
@@ -35,11 +35,17 @@ export async function stepPage(ctx, [name, split, stepText]) {
   draw();
   const sources = [...new Set(data.groups.map((g) => g.data_source).filter(Boolean))];
   const pick = (key, options) => h("select", { "aria-label": key, onchange: (event) => { choice[key] = event.target.value; draw(); } }, options.map(([value, text]) => h("option", { value, selected: choice[key] === value }, text)));
-  const [before, after] = ctx.neighbours(steps[split], step);
+  const navigation = h("div", { class: "row" }), beside = () => ctx.neighbours(steps[split], step);
+  const drawNavigation = () => {
+    const [before, after] = beside();
+    navigation.replaceChildren(stepButton(ctx, run, split, before, "← previous"), stepButton(ctx, run, split, after, "next →"), stepInput(ctx, run, split, step, steps[split]), splitButtons(ctx, run, split, step, steps));
+  };
+  drawNavigation();
+  const goBeside = (i) => () => beside()[i] !== null && ctx.go(hash(run, split, beside()[i]));
   const element = h("div", {},
     h("div", { class: "row spread" },
       h("div", {}, h("div", { class: "dim" }, run.name), h("h1", {}, split === "val" ? `Validation after step ${step}` : `Step ${step}`)),
-      h("div", { class: "row" }, stepButton(ctx, run, split, before, "← previous"), stepButton(ctx, run, split, after, "next →"), stepInput(ctx, run, split, step, steps[split]), splitButtons(ctx, run, split, step, steps))),
+      navigation),
     tiles(data, rewards),
     data.left_out ? h("p", { class: "notice" }, `${data.left_out.toLocaleString("en")} more samples of this step are not shown.`) : null,
     failures(data, link),
@@ -59,8 +65,13 @@ export async function stepPage(ctx, [name, split, stepText]) {
   return {
     element,
     title: `step ${step}, ${run.name}`,
-    keys: { ArrowLeft: () => before !== null && ctx.go(hash(run, split, before)), ArrowRight: () => after !== null && ctx.go(hash(run, split, after)), j: () => first !== null && ctx.go(link(first)), Enter: () => first !== null && ctx.go(link(first)) },
+    keys: { ArrowLeft: goBeside(0), ArrowRight: goBeside(1), j: () => first !== null && ctx.go(link(first)), Enter: () => first !== null && ctx.go(link(first)) },
     run,
+    // A run that trains gets further steps; this one stays as it is.
+    async refresh() {
+      steps = await ctx.steps(ctx.run(name));
+      if (!navigation.contains(document.activeElement)) drawNavigation();
+    },
   };
 }
 
