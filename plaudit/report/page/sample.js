@@ -1,6 +1,6 @@
 // A sample: what was asked, what was written, which string was scored, and how the reward came about.
 
-import { h, number, visible, longText, rewardColour, seriesColour } from "./dom.js";
+import { h, number, plural, visible, longText, rewardColour, seriesColour } from "./dom.js";
 import { get, isFile } from "./data.js";
 import { cell } from "./step.js";
 
@@ -128,7 +128,7 @@ function groupCard(group, mates, row, view) {
 }
 
 function factsCard(sample) {
-  const facts = { status: sample.status, tokens: sample.tokens, malformed: sample.malformed ? "yes: the policy's fault" : null, "mean log-prob": sample.mean_logprob, "data source": sample.data_source, prompt: sample.prompt_id, "sampled by": sample.version === null ? null : `weights after ${sample.version} steps` };
+  const facts = { status: sample.status, tokens: sample.tokens, malformed: sample.malformed ? "yes: the policy's fault" : null, "mean log-prob": sample.mean_logprob, "data source": sample.data_source, prompt: sample.prompt_id, "sampled by": sample.version === null ? null : `weights after ${plural(sample.version, "step")}` };
   const shown = Object.entries(facts).filter(([, value]) => value !== null && value !== undefined && value !== "");
   return h("div", { class: "card" }, h("h3", {}, "Facts"), h("dl", { class: "facts" }, shown.map(([name, value]) => [h("dt", {}, name), h("dd", {}, typeof value === "number" ? number(value) : visible(value))])));
 }
