@@ -2,14 +2,18 @@
 
 import hmac
 import json
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
+from fastapi import Path as PathParameter
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 
 from plaudit.errors import PlauditError
 from plaudit.report.pages import ASSETS, read_asset
+from plaudit.serving.listening import is_loopback
 from plaudit.viewing.search import Query, search
 from plaudit.viewing.sources import NotThere
 from plaudit.viewing.viewer import Viewer
@@ -22,7 +26,8 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+PORT = re.compile(r"(?<=[\w\]]):\d*$")
+Row = Annotated[int, PathParameter(ge=0, lt=1 << 31)]
 
 
 def make_app(viewer: Viewer, *, token: str | None = None, local_only: bool = True) -> FastAPI:
@@ -32,9 +37,9 @@ def make_app(viewer: Viewer, *, token: str | None = None, local_only: bool = Tru
 
     @app.middleware("http")
     async def guard(request: Request, call_next: Callable[[Request], Any]) -> Response:
-        host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
-        if local_only and host not in LOCAL_NAMES:
-            return _error(403, f"this server answers requests for {LOCAL_NAMES[1]} only, not for {host[:80]!r}")
+        host = PORT.sub("", request.headers.get("host", ""))
+        if local_only and not is_loopback(host.strip("[]").lower()):
+            return _error(403, f"this server answers requests for 127.0.0.1 only, not for {host[:80]!r}")
         if token is not None and request.url.path.startswith("/api/") and not _knows(request, token):
             return _error(401, "this server needs its token")
         response = await call_next(request)
@@ -48,6 +53,11 @@ def make_app(viewer: Viewer, *, token: str | None = None, local_only: bool = Tru
     @app.exception_handler(PlauditError)
     def refused(request: Request, error: PlauditError) -> Response:
         return _error(400, str(error))
+
+    @app.exception_handler(RequestValidationError)
+    def unreadable(request: Request, error: RequestValidationError) -> Response:
+        found = error.errors()[0]
+        return _error(400, f"{found['loc'][-1]} {str(found['input'])[:80]!r}: {found['msg']}")
 
     @app.get("/")
     def page() -> Response:
@@ -96,12 +106,12 @@ def make_app(viewer: Viewer, *, token: str | None = None, local_only: bool = Tru
         return as_json(viewer.step(run, split, step))
 
     @app.get("/api/runs/{run}/{split}/{step}/{row}")
-    def sample(run: int, split: str, step: int, row: int) -> Response:
+    def sample(run: int, split: str, step: int, row: Row) -> Response:
         _require_split(split)
         return as_json(viewer.sample(run, split, step, row))
 
     @app.get("/api/runs/{run}/{split}/{step}/{row}/tokens")
-    def tokens(run: int, split: str, step: int, row: int) -> Response:
+    def tokens(run: int, split: str, step: int, row: Row) -> Response:
         _require_split(split)
         return as_json(viewer.tokens(run, split, step, row))
 

@@ -18,6 +18,8 @@ BUDGET_S = 1.5
 """Of a request; the next one continues from there."""
 MATCH_TIMEOUT_S = 0.5
 """Of a regular expression on one response: some take for ever."""
+REQUEST_TIMEOUT_S = 10.0
+"""Of a regular expression on all responses of a request: each may take just less than its own limit."""
 AROUND = 80
 """Characters shown on each side of a hit."""
 
@@ -65,7 +67,13 @@ def _finder(query: Query) -> Callable[[str], tuple[int, int] | None]:
     except regex.error as error:
         raise PlauditError(f"the regular expression cannot be read: {error}") from None
 
+    ends = time.monotonic() + REQUEST_TIMEOUT_S
+
     def find(text: str) -> tuple[int, int] | None:
+        if query.is_regex and time.monotonic() > ends:
+            raise PlauditError(
+                f"the regular expression takes more than {REQUEST_TIMEOUT_S:g} s on the responses of a step; simplify it"
+            )
         try:
             found = pattern.search(text, timeout=MATCH_TIMEOUT_S)
         except TimeoutError:

@@ -105,7 +105,7 @@ class RunSource(Source):
 
     def read(self, split: str, step: int, columns: Callable[[str], bool] | None = None, rows: range | None = None) -> pa.Table:
         file = self.file(split, step)
-        if not file.exists():
+        if self.version(split, step) is None:
             raise NotThere(f"{file}: there are no {split} samples of step {step}")
         try:
             with pq.ParquetFile(file) as opened:

@@ -156,8 +156,8 @@ def _trace(text: str | None) -> dict[str, Any] | None:
     if not text:
         return None
     try:
-        trace = json.loads(text)
-    except ValueError:
+        trace = json.loads(text, parse_constant=str)  # NaN and Infinity are written to parquet, but no browser reads them
+    except (ValueError, RecursionError):
         return {"trace": text}
     return trace if isinstance(trace, dict) else {"trace": trace}
 

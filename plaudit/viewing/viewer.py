@@ -85,11 +85,13 @@ class Viewer:
     def step(self, number: int, split: str, step: int) -> dict[str, Any]:
         source = self.source(number)
         key = (number, split, step, source.version(split, step))
-        if key not in self._steps:
-            self._steps[key] = {**read_step(source, split, step), "audit": self._audit_command(number, split, step)}
+        found = self._steps.get(key)  # once: another request may evict it at any moment
+        if found is None:
+            found = {**read_step(source, split, step), "audit": self._audit_command(number, split, step)}
+            self._steps[key] = found
             while len(self._steps) > CACHED_STEPS:
                 self._steps.popitem(last=False)
-        return self._steps[key]
+        return found
 
     def _audit_command(self, number: int, split: str, step: int) -> str:
         source = self.source(number)
@@ -109,8 +111,9 @@ class Viewer:
         ends = time.monotonic() + BUDGET_S
         with self._locks[number]:
             for split, step in todo:
-                if (split, step) not in seen and time.monotonic() < ends:
-                    seen[split, step] = (None, _prompt_rows(source, split, step))
+                version = source.version(split, step)
+                if ((split, step) not in seen or seen[split, step][0] != version) and time.monotonic() < ends:
+                    seen[split, step] = (version, _prompt_rows(source, split, step))
         found = [
             {"split": split, "step": step, "row": rows[prompt_id]}
             for (split, step) in todo

@@ -58,8 +58,33 @@ def test_what_is_not_there_is_one_line(viewer):
     assert http.post("/api/runs").status_code == 405
 
 
+def test_what_is_no_step_or_row_is_one_line(viewer):
+    http = client(viewer)
+    for path in (
+        "/api/runs/0/train/NaN",
+        f"/api/runs/0/train/{'9' * 400}",
+        f"/api/runs/0/train/1/{'9' * 30}",
+        "/api/runs/0/train/1/-1",
+    ):
+        answer = http.get(path)
+        assert answer.status_code in (400, 404), path
+        assert answer.json()["message"], path
+
+
+def test_a_trace_with_numbers_that_json_has_not_is_shown(tmp_path):
+    group = scored_group("p", ["1", "2"], [1.0, 0.0], trace={"logprob": float("nan"), "most": [float("inf")]})
+    viewer = Viewer([open_source(make_run(tmp_path / "made", {1: [group]}))])
+    answer = client(viewer).get("/api/runs/0/train/1/0").json()
+    assert answer["rewards"]["tone"]["trace"] == {"logprob": "NaN", "most": ["Infinity"]}
+    assert "all samples" in write_page(viewer, tmp_path / "a.html", max_bytes=5_000_000)
+
+
 def test_a_website_that_points_its_name_here_gets_nothing(viewer):
     assert client(viewer).get("/api/runs", headers={"Host": "evil.example:8322"}).status_code == 403
+    for own in ("localhost:8322", "LOCALHOST", "127.0.0.2:1", "[::1]", "[::1]:8322"):
+        assert client(viewer).get("/api/runs", headers={"Host": own}).status_code == 200, own
+    for other in ("127.0.0.1.evil.example", "evil.example", "localhost.evil.example:8322", "192.168.0.7:8322"):
+        assert client(viewer).get("/api/runs", headers={"Host": other}).status_code == 403, other
     assert client(viewer, local_only=False).get("/api/runs", headers={"Host": "box.example"}).status_code == 200
 
 

@@ -120,6 +120,13 @@ def test_every_page_is_linked_from_the_first(page, address):
     wait_for_title(page, "Search")
 
 
+@pytest.mark.parametrize("mistyped", ["%zz", "constructor", "step/made/train/x"])
+def test_an_address_that_leads_nowhere_says_so(page, address, mistyped):
+    page.expected = ["400"]
+    page.goto(f"{address}/#/{mistyped}")
+    page.locator(".notice.error").wait_for()
+
+
 def test_a_sample_shows_what_was_scored_and_how_the_reward_came_about(page, address):
     page.goto(f"{address}/#/sample/made/train/3/0")
     wait_for_title(page, "Sample 1 of 4")

@@ -71,6 +71,20 @@ def test_a_sample_is_read_from_its_row_group_alone(run):
     assert source.read("train", 1, rows=range(1, 4)).to_pylist() == table.slice(1, 3).to_pylist()
 
 
+def test_the_same_prompt_is_found_where_a_resumed_run_has_sampled_it_anew(run):
+    viewer = Viewer([open_source(run)])
+    assert {(one["step"], one["row"]) for one in viewer.same_prompt(0, "p1")["found"]} == {(1, 0), (2, 2)}
+    make_run(run, {2: [scored_group("p1", ["again", "and again"], [1.0, 0.0])]})
+    assert {(one["step"], one["row"]) for one in viewer.same_prompt(0, "p1")["found"]} == {(1, 0), (2, 0)}
+
+
+def test_a_regular_expression_that_is_slow_on_every_response_ends(run, monkeypatch):
+    monkeypatch.setattr("plaudit.viewing.search.REQUEST_TIMEOUT_S", -1.0)
+    with pytest.raises(PlauditError, match="simplify it"):
+        search(open_source(run), Query("[a-z]", is_regex=True))
+    assert search(open_source(run), Query("two"))["hits"]
+
+
 def test_the_same_prompt_is_found_in_other_steps(run):
     found = Viewer([open_source(run)]).same_prompt(0, "p1")
     assert found["found"] == [{"split": "train", "step": 1, "row": 0}, {"split": "train", "step": 2, "row": 2}]

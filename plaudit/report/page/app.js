@@ -45,16 +45,21 @@ const ctx = {
   },
 };
 
+// As it stands, if someone has typed a % that is none.
+function decoded(text) {
+  try { return decodeURIComponent(text); } catch { return text; }
+}
+
 function parse() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  const [name, ...rest] = path.split("/").map(decodeURIComponent);
+  const [name, ...rest] = path.split("/").map(decoded);
   return { name, rest, query: new URLSearchParams(query || "") };
 }
 
 async function render() {
   const turn = ++shown, { name, rest, query } = parse();
   try {
-    if (!(name in PAGES)) throw new Error(`There is no page ${name}.`);
+    if (!Object.hasOwn(PAGES, name)) throw new Error(`There is no page ${name}.`);
     const next = await PAGES[name](ctx, rest, query);
     if (turn !== shown) return;
     const same = page && page.name === name;

@@ -2,7 +2,7 @@
 
 import { h, s, number, seriesColour } from "./dom.js";
 
-const W = 460, H = 190, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 22;
+const W = 460, H = 190, LEFT = 54, RIGHT = 10, TOP = 8, BOTTOM = 22;
 
 // A moving average that forgets: s = share · s + (1 − share) · y, corrected for its start.
 export function smooth(ys, share) {
@@ -56,7 +56,7 @@ export function lineChart({ title, note, series, log = false, share = 0, xLabel 
   for (const y of log ? logTicks(y0, y1) : ticks(y0, y1, 4)) {
     svg.append(s("line", { class: "grid", x1: LEFT, x2: W - RIGHT, y1: toY(y), y2: toY(y) }), s("text", { x: LEFT - 6, y: toY(y) + 4, "text-anchor": "end" }, number(y, 3)));
   }
-  for (const x of ticks(x0, x1, 6)) svg.append(s("text", { x: toX(x), y: H - 6, "text-anchor": "middle" }, formatX(x)));
+  for (const x of ticks(x0, x1, 6).filter((x) => xLabel !== "step" || Number.isInteger(x))) svg.append(s("text", { x: toX(x), y: H - 6, "text-anchor": "middle" }, formatX(x)));
   for (const one of drawn) {
     const path = one.at.map(([x, y], i) => `${i ? "L" : "M"}${toX(x).toFixed(1)} ${toY(y).toFixed(1)}`).join("");
     if (share && !one.points) {

@@ -64,7 +64,7 @@ function appendVisible(element, text) {
 // Numbers
 
 export function number(x, digits = 4) {
-  if (x === null || x === undefined || Number.isNaN(x)) return "–";
+  if (!Number.isFinite(x)) return "–";
   if (Number.isInteger(x) && Math.abs(x) < 1e9) return x.toLocaleString("en");
   const size = Math.abs(x);
   if (size >= 1e5 || size < 1e-3) return x.toExponential(2).replace("e+", "e");

@@ -38,8 +38,8 @@ export async function runsPage(ctx) {
 
 function runsTable(ctx, draw) {
   const several = ctx.runs.length > 1;
-  const rewarded = ctx.runs.some((run) => run.last && "reward" in run.last);
-  const columns = rewarded ? ["reward", "val/reward"] : ["loss", "val/loss"];
+  const rewarded = ctx.runs.filter((run) => run.last && "reward" in run.last).length;
+  const columns = [...(rewarded ? ["reward", "val/reward"] : []), ...(rewarded < ctx.runs.filter((run) => run.last).length ? ["loss", "val/loss"] : [])];
   return h("table", {},
     h("thead", {}, h("tr", {}, h("th", {}, several ? "run (tick to draw it)" : "run"), h("th", {}, "state"), h("th", { class: "n" }, "step"), h("th", { class: "n" }, "time"), columns.map((name) => h("th", { class: "n" }, name)), h("th", {}, "look at"))),
     h("tbody", {}, ctx.runs.map((run) => h("tr", {},

@@ -65,7 +65,8 @@ async function searchFile(run, query) {
     if (greatest && !(sample.reward !== null && sample.reward <= Number(greatest))) continue;
     if (source && sample.data_source !== source) continue;
     if (step && sample.step !== Number(step)) continue;
-    if (failure === "malformed" ? !sample.malformed : failure === "truncated" ? sample.status !== "truncated" : failure === "any" ? !sample.failure : failure && !(sample.failure || "").startsWith(failure)) continue;
+    const failed = [sample.failure, ...Object.values(sample.rewards || {}).map((one) => one.failure)].filter(Boolean);
+    if (failure === "malformed" ? !sample.malformed : failure === "truncated" ? sample.status !== "truncated" : failure === "any" ? !failed.length : failure && !failed.some((one) => one.split(":")[0] === failure)) continue;
     const found = pattern.exec(sample.response || "");
     if (!found) continue;
     const end = found.index + found[0].length;

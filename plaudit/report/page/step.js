@@ -136,6 +136,7 @@ export function componentNames(run, data) {
 }
 
 function componentCard(run, data, components, colours, weighted) {
+  if (!components.length) return null; // a dump that has the total only
   const rows = components.map((name) => {
     const having = data.samples.filter((x) => x.parts && name in x.parts).map((x) => x.parts[name]);
     return { name, weight: weighted[name] ?? 1, n: having.length, mean: having.length ? having.reduce((a, b) => a + b, 0) / having.length : null, least: Math.min(...having), greatest: Math.max(...having) };
