@@ -64,7 +64,12 @@ def answer_to(prompt: str) -> str:
     """What a judge of any of the recipes might answer."""
     if letters := re.findall(r"^\[([A-Z])\]$", prompt, re.M):
         return f"Ranking:\n{' = '.join(letters)}\nScores:\n{', '.join(f'{letter}: 7' for letter in letters)}"
-    forms = {"Total Score": "Total Score: 7/10", "JSON object": '{"polite": 1, "clear": 0}', "Write one line: True": "True", "# Answer to grade": "7"}
+    forms = {
+        "Total Score": "Total Score: 7/10",
+        "JSON object": '{"polite": 1, "clear": 0}',
+        "Write one line: True": "True",
+        "# Answer to grade": "7",
+    }
     return next(answer for form, answer in forms.items() if form in prompt)
 
 
