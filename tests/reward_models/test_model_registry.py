@@ -82,8 +82,8 @@ def test_rewards_with_the_same_model_share_it(folders, loads):
     assert loads == ["kind", "grader"] * 2, "each once per scoring phase"
     assert RESIDENT_MODELS.max_offloaded == 1
     assert RESIDENT_MODELS.models() == []
-    for name, values in first.items():  # how requests meet in batches depends on timing, and with it the last bits
-        assert values == pytest.approx(second[name], abs=1e-6)
+    for name, found in first.items():  # how requests meet in batches depends on timing, and with it the last bits
+        assert found == pytest.approx(second[name], abs=1e-6)
     assert first["all"] == pytest.approx(first["line"], abs=1e-5)
     assert first["grade"] == first["again"]
     assert len(set(first["grade"])) > 1
