@@ -144,7 +144,11 @@ def paste(page: Path, folder: Path, *commands: Path) -> None:
     for name in ("recipes", "docs"):
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("*.png", "__pycache__"))
     for port in PORTS:
-        script = script.replace(port, free_port())
+        free = free_port()
+        script = script.replace(port, free)
+        for recipe in (folder / "recipes").rglob("*.yaml"):  # which name the server too
+            if (address := f"127.0.0.1:{port}") in (text := recipe.read_text(encoding="utf-8")):
+                recipe.write_text(text.replace(address, f"127.0.0.1:{free}"), encoding="utf-8")
     script = re.sub(r"^.*--port (\d+).*&$", WAIT_FOR_SERVER, script, flags=re.M)
     (folder / "page.sh").write_text(script)
     search = [*map(str, commands), str(Path(sys.executable).parent), os.environ["PATH"]]
