@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -132,11 +133,17 @@ def _write_parquet(file: Path, batches: Iterable[pa.Table], schema: pa.Schema) -
         raise DataError(
             f"column {empty[0]!r} has objects without any field, which parquet cannot store: remove it, or write .jsonl"
         )
-    count = 0
-    with parquet.ParquetWriter(file, schema, use_dictionary=cast(bool, _repeated_columns(schema))) as writer:
-        for batch in batches:
-            writer.write_table(batch)
+    count, written = 0, Future[None]()
+    written.set_result(None)
+    with (
+        parquet.ParquetWriter(file, schema, use_dictionary=cast(bool, _repeated_columns(schema))) as writer,
+        ThreadPoolExecutor(1) as writing,
+    ):
+        for batch in batches:  # the next one is made while this one is written
+            written.result()
+            written = writing.submit(writer.write_table, batch)
             count += len(batch)
+        written.result()
     return count
 
 
