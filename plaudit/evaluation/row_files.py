@@ -59,8 +59,7 @@ def open_files(sources: Sequence[Source], max_rows: int | None) -> Iterator[RowF
 
 
 def prompt_key(row: Row, id: str) -> str:
-    """What tells prompts apart. Messages may include the answer: a row with `prompt` is told apart by that alone. Rows without a
-    prompt are told apart by their ids."""
+    """What identifies a row's prompt: `prompt` if it has one, since messages may include the answer; without either, its id."""
     columns = ("prompt",) if row.get("prompt") else (*PROMPTS, *CONVERSATIONS)
     found = {name: row[name] for name in columns if row.get(name)}
     return json.dumps(found or id, default=str)

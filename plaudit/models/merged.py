@@ -60,7 +60,7 @@ class MergedProduct:
 
     @property
     def disabled(self) -> bool:
-        """Whether peft has been told to leave adapters out."""
+        """Whether adapters are switched off (peft's `disable_adapter`)."""
         return self.adapters[0].module.disable_adapters
 
     @property
