@@ -48,7 +48,7 @@ def conversations(roles: Sequence[str], contents: pa.Array) -> pa.Array:
 def interleave(*texts: Pieces) -> pa.Array:
     """The first text of row 1, the second of row 1, …, the first of row 2, …
 
-    Joined row by row, the texts are already in this order in memory: only their offsets are needed, which follow from their lengths.
+    Joined row by row, the texts are already in this order in memory: only offsets are needed, which follow from their lengths.
     """
     joined = join_text(*(piece for text in texts for piece in text))
     if len(texts) == 1:

@@ -1,6 +1,8 @@
 """`plaudit serve`: a recipe's rewards as an HTTP service."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +11,7 @@ import typer
 from plaudit.errors import PlauditError, install_extra
 from plaudit.inputs import load_rewards
 from plaudit.options import RewardRecipe, Tokenizer
+from plaudit.serving.listening import is_loopback
 
 
 def serve(
@@ -50,27 +53,35 @@ def serve(
     """
     rewards = load_rewards(recipe, overrides)
     token = read_token(token_env)
-    try:
+    with serving_packages("plaudit serve needs packages that are not installed; install them with: {}"):
         from plaudit.serving.admission import Limits
         from plaudit.serving.connections import ConnectionLimits
-        from plaudit.serving.listening import is_loopback
         from plaudit.serving.server import ServeJob
         from plaudit.serving.server import serve as run_serve
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn"):
-            raise
-        raise PlauditError(
-            f"plaudit serve needs packages that are not installed; install them with: {install_extra('serve')}"
-        ) from None
-
-    if not is_loopback(host) and token is None and not insecure:
-        raise PlauditError(
-            f"--host {host}: anyone who can reach this machine could use the rewards and their models. Pass --token-env NAME "
-            "(an environment variable with a token), or --insecure if the network is trusted."
-        )
+    require_token(host, token, "use the rewards and their models", insecure=insecure)
     limits = Limits(max_body_bytes, max_items, max_responses, max_in_flight, body_timeout_s)
     connections = ConnectionLimits(max_connections, header_timeout_s, keep_alive_s, send_timeout_s)
     run_serve(ServeJob(rewards, host, port, limits, connections, timeout_s, grace_s, token, cache, tokenizer))
+
+
+@contextmanager
+def serving_packages(missing: str) -> Iterator[None]:
+    """Imports that need the extra `serve`. `missing`: the error without it, with {} for the command that installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn"):
+            raise
+        raise PlauditError(missing.format(install_extra("serve"))) from None
+
+
+def require_token(host: str, token: str | None, risk: str, *, insecure: bool) -> None:
+    """Only this machine may be served without one, unless the user insists."""
+    if not is_loopback(host) and token is None and not insecure:
+        raise PlauditError(
+            f"--host {host}: anyone who can reach this machine could {risk}. Pass --token-env NAME (an environment variable with "
+            "a token), or --insecure if the network is trusted."
+        )
 
 
 def read_token(name: str | None) -> str | None:

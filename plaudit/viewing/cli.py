@@ -5,8 +5,6 @@ from typing import Annotated
 
 import typer
 
-from plaudit.errors import PlauditError, install_extra
-
 
 def view(
     paths: Annotated[
@@ -39,21 +37,13 @@ def view(
 
         print(write_page(viewer, out, max_bytes=int(max_mb * 1e6)))
         return
-    from plaudit.serving.cli import read_token
+    from plaudit.serving.cli import read_token, require_token, serving_packages
 
     token = read_token(token_env)
-    try:
-        from plaudit.viewing.server import is_loopback, serve
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn"):
-            raise
-        raise PlauditError(
-            f"plaudit view needs packages that are not installed; install them with: {install_extra('serve')}. "
-            "With --out FILE.html it writes a file and needs none."
-        ) from None
-    if not is_loopback(host) and token is None and not insecure:
-        raise PlauditError(
-            f"--host {host}: anyone who can reach this machine could read the runs. Pass --token-env NAME (an environment variable "
-            "with a token), or --insecure if the network is trusted."
-        )
+    with serving_packages(
+        "plaudit view needs packages that are not installed; install them with: {}. "
+        "With --out FILE.html it writes a file and needs none."
+    ):
+        from plaudit.viewing.server import serve
+    require_token(host, token, "read the runs", insecure=insecure)
     serve(viewer, host, port, token)
