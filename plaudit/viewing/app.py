@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi import Path as PathParameter
+from fastapi import Query as QueryParameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 
@@ -28,6 +29,7 @@ HEADERS = {
 }
 PORT = re.compile(r"(?<=[\w\]]):\d*$")
 Row = Annotated[int, PathParameter(ge=0, lt=1 << 31)]
+FirstRow = Annotated[int, QueryParameter(ge=0, lt=1 << 31)]
 
 
 def make_app(viewer: Viewer, *, token: str | None = None, local_only: bool = True) -> FastAPI:
@@ -93,17 +95,16 @@ def make_app(viewer: Viewer, *, token: str | None = None, local_only: bool = Tru
     @app.get("/api/runs/{run}/search")
     def find(
         run: int, text: str = "", is_regex: bool = False, split: str = "train", data_source: str = "", least: float | None = None,
-        greatest: float | None = None, failure: str = "", step: int | None = None, before: int | None = None,
+        greatest: float | None = None, failure: str = "", step: int | None = None, until: int | None = None, row: FirstRow = 0,
     ) -> Response:  # fmt: skip
         _require_split(split)
-        return as_json(
-            search(viewer.source(run), Query(text, is_regex, split, data_source, least, greatest, failure, step, before))
-        )
+        query = Query(text, is_regex, split, data_source, least, greatest, failure, step, until, row)
+        return as_json(search(viewer.source(run), query))
 
     @app.get("/api/runs/{run}/{split}/{step}")
-    def step(run: int, split: str, step: int) -> Response:
+    def step(run: int, split: str, step: int, row: FirstRow = 0) -> Response:
         _require_split(split)
-        return as_json(viewer.step(run, split, step))
+        return as_json(viewer.step(run, split, step, row))
 
     @app.get("/api/runs/{run}/{split}/{step}/{row}")
     def sample(run: int, split: str, step: int, row: Row) -> Response:

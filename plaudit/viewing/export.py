@@ -27,16 +27,18 @@ def write_page(viewer: Viewer, file: Path, max_bytes: int) -> str:
     numbers = range(len(viewer.sources))
     runs, answers = viewer.runs(), {}
     for number in numbers:
-        answers[f"runs/{number}/metrics"] = viewer.metrics(number)
         answers[f"runs/{number}/diagnostics"] = _all_diagnostics(viewer, number)
+        answers[f"runs/{number}/metrics"] = viewer.metrics(number)  # of a dump, from its diagnostics
     answers = redact_all({"runs": runs, **answers})
     size = len(shell("", answers, {}))
     steps: dict[int, dict[str, list[int]]] = {number: {"train": [], "val": []} for number in numbers}
     packed: dict[str, str] = {}
-    offered = _in_turn(viewer)
+    offered, unreadable = _in_turn(viewer), 0
     for number, split, step in offered:
         place, found = f"runs/{number}/{split}/{step}", _pack_step(viewer, number, split, step)
-        if found is not None and size + len(found) <= max_bytes:
+        if found is None:
+            unreadable += 1
+        elif size + len(found) <= max_bytes:
             packed[place] = found
             steps[number][split].append(step)
             size += len(found) + len(place) + 6
@@ -48,8 +50,11 @@ def write_page(viewer: Viewer, file: Path, max_bytes: int) -> str:
         write_atomic(file, shell(f"A file made by plaudit view, with {what}.", answers, packed))
     except OSError as error:
         raise PlauditError(f"--out: {file} cannot be written: {error}") from None
-    limit = "" if len(packed) == len(offered) else f" (the others do not fit into --max-mb {max_bytes / 1e6:g})"
-    return f"{file}: {file.stat().st_size / 1e6:.1f} MB, {what}{limit}"
+    reasons = [f"{unreadable} cannot be read"] if unreadable else []
+    if left := len(offered) - len(packed) - unreadable:
+        reasons.append(f"{left} do not fit into --max-mb {max_bytes / 1e6:g}")
+    why = f" ({', '.join(reasons)})" if reasons else ""
+    return f"{file}: {file.stat().st_size / 1e6:.1f} MB, {what}{why}"
 
 
 def shell(note: str, answers: dict[str, Any], packed: dict[str, str]) -> str:
@@ -90,8 +95,9 @@ def _pack_step(viewer: Viewer, number: int, split: str, step: int) -> str | None
     """A step and its samples, by their address, compressed; None if they cannot be read, as in a damaged file."""
     place = f"runs/{number}/{split}/{step}"
     try:
-        found = {place: viewer.step(number, split, step)}
-        for sample in read_all_samples(viewer.source(number), split, step):
+        shown = viewer.step(number, split, step)
+        found = {place: shown}
+        for sample in read_all_samples(viewer.source(number), split, step, len(shown["samples"])):
             found[f"{place}/{sample['row']}"] = _cut({**sample, "token_names": []})
     except PlauditError:
         return None

@@ -15,6 +15,8 @@ from plaudit.json_files import UnreadableJson, parse_object
 
 POINTS = 400
 """Of a curve: about one per pixel of a chart."""
+MAX_DAMAGED = 5
+"""Lines that are named; of further ones, how many there are."""
 
 
 @dataclass
@@ -42,6 +44,9 @@ class MetricsLog:
         """Time since the first start of the run, without the time between its starts."""
         self.last_step = 0
         self.damaged: list[int] = []
+        """Numbers of the first damaged lines."""
+        self.damaged_lines = 0
+        """How many there are."""
         self._offset = self._lines = self._inode = 0
         self._start = b""
 
@@ -78,7 +83,9 @@ class MetricsLog:
             row = {}
         step = row.pop("step", None)
         if not isinstance(step, int):
-            self.damaged.append(self._lines)
+            self.damaged_lines += 1
+            if len(self.damaged) < MAX_DAMAGED:
+                self.damaged.append(self._lines)
             return
         all_series = self.series
         for name, value in row.items():

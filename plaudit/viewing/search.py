@@ -5,17 +5,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute
 import regex
 
 from plaudit.errors import PlauditError
 from plaudit.viewing.sources import NotThere, Source
+from plaudit.viewing.step_summary import outcomes
 from plaudit.viewing.steps import finite
 
 compute: Any = pyarrow.compute  # its functions are made when it is imported, so no type checker knows them
-MAX_HITS = 100
+MAX_HITS = 200
+"""Of a request; the next one continues from there, too."""
 BUDGET_S = 1.5
-"""Of a request; the next one continues from there."""
+"""Of a request."""
 MATCH_TIMEOUT_S = 0.5
 """Of a regular expression on one response: some take for ever."""
 REQUEST_TIMEOUT_S = 10.0
@@ -35,28 +38,39 @@ class Query:
     failure: str = ""
     """A cause of failure, `any`, `malformed` or `truncated`."""
     step: int | None = None
-    before: int | None = None
-    """Only steps before this one: where the previous request ended."""
+    until: int | None = None
+    """The newest step to search, from this row on: where the previous request ended."""
+    row: int = 0
 
 
 def search(source: Source, query: Query) -> dict[str, Any]:
+    """Up to MAX_HITS samples. `more`: further ones in the last step that was read. `next`: where to continue, if there is more."""
     find = _finder(query)
     hits: list[dict[str, Any]] = []
-    ends, searched, next_before = time.monotonic() + BUDGET_S, 0, None
+    ends, unreadable = time.monotonic() + BUDGET_S, 0
     steps = [
-        s for s in reversed(source.steps()[query.split]) if (query.before is None or s < query.before) and query.step in (None, s)
+        s for s in reversed(source.steps()[query.split]) if (query.until is None or s <= query.until) and query.step in (None, s)
     ]
-    for step in steps:
+    for number, step in enumerate(steps, 1):
         try:
-            hits += _search_step(source, query, step, find)
+            found = _search_step(source, query, step, find, query.row if step == query.until else 0)
         except (NotThere, KeyError):
-            continue
-        finally:
-            searched += 1
-        if (len(hits) >= MAX_HITS or time.monotonic() > ends) and step != steps[-1]:
-            next_before = step
-            break
-    return {"hits": hits[: 2 * MAX_HITS], "searched": searched, "left": len(steps) - searched, "before": next_before}
+            unreadable, found = unreadable + 1, []
+        room = MAX_HITS - len(hits)
+        if len(found) > room:
+            start = {"until": step, "row": found[room]["row"]}
+            return _answer(hits + found[:room], number - 1, steps, unreadable, start, len(found) - room)
+        hits += found
+        if (len(hits) >= MAX_HITS or time.monotonic() > ends) and number < len(steps):
+            return _answer(hits, number, steps, unreadable, {"until": steps[number], "row": 0}, 0)
+    return _answer(hits, len(steps), steps, unreadable, None, 0)
+
+
+def _answer(
+    hits: list[dict[str, Any]], searched: int, steps: list[int], unreadable: int, start: dict[str, int] | None, more: int
+) -> dict[str, Any]:
+    left = len(steps) - searched - (more > 0)
+    return {"hits": hits, "searched": searched, "left": left, "more": more, "unreadable": unreadable, "next": start}
 
 
 def _finder(query: Query) -> Callable[[str], tuple[int, int] | None]:
@@ -83,17 +97,20 @@ def _finder(query: Query) -> Callable[[str], tuple[int, int] | None]:
     return find
 
 
-def _search_step(source: Source, query: Query, step: int, find: Callable[[str], tuple[int, int] | None]) -> list[dict[str, Any]]:
+def _search_step(
+    source: Source, query: Query, step: int, find: Callable[[str], tuple[int, int] | None], first_row: int
+) -> list[dict[str, Any]]:
     table = source.read(
         query.split, step, lambda name: not name.startswith(("view/", "trace/", "token/", "prompt")) and name != "tools"
     )
     if query.text and not query.is_regex:  # in Arrow: most steps have no hit
         found = compute.match_substring(table.column("response"), query.text, ignore_case=True)
-        rows = [row for row, hit in enumerate(found.to_pylist()) if hit]
+        rows = [row for row, hit in enumerate(found.to_pylist()) if hit and row >= first_row]
     else:
-        rows = range(table.num_rows)
+        rows = range(first_row, table.num_rows)
     if not rows:
         return []
+    _require_recorded(source, query, table)
     columns = {name: table.column(name) for name in table.column_names}
     causes = [name for name in columns if name == "failure" or name.startswith("failure/")]
     hits = []
@@ -125,6 +142,12 @@ def _search_step(source: Source, query: Query, step: int, find: Callable[[str], 
             }
         )
     return hits
+
+
+def _require_recorded(source: Source, query: Query, table: pa.Table) -> None:
+    what = query.failure if query.failure in ("malformed", "truncated") else "failed"
+    if query.failure and outcomes(table)[what] is None:
+        raise PlauditError(f"{source.path} does not say which samples are {what}: whatever saved them did not record it")
 
 
 def _in_range(reward: float | None, query: Query) -> bool:

@@ -72,13 +72,12 @@ class RunSource(Source):
             return {"state": "gone", "detail": detail, "recipe": {}, "rewards": [], "problems": [], "version": "gone"}
         self.metrics.refresh()
         recipe = redact_all(description["recipe"])
-        problems = [f"metrics.jsonl, line {line}: damaged, skipped" for line in self.metrics.damaged]
         return {
             **run_state(self.path, description, self.metrics),
             "recipe": recipe,
             "stage": recipe.get("stage"),
             "rewards": _rewards(recipe),
-            "problems": problems,
+            "problems": _damaged_lines(self.metrics),
             "version": self.metrics.version,
         }
 
@@ -116,6 +115,14 @@ class RunSource(Source):
         except (pa.ArrowException, OSError) as error:
             reason = " ".join(str(error).split())[:200]
             raise NotThere(f"{file} cannot be read: {reason}. Other steps are not affected.") from None
+
+
+def _damaged_lines(metrics: MetricsLog) -> list[str]:
+    if not metrics.damaged:
+        return []
+    more = metrics.damaged_lines - len(metrics.damaged)
+    lines = ", ".join(map(str, metrics.damaged)) + (f" and {more:,} more" if more else "")
+    return [f"metrics.jsonl, line{'s'[: metrics.damaged_lines != 1]} {lines}: damaged, skipped"]
 
 
 def _read_rows(opened: pq.ParquetFile, names: Sequence[str], rows: range) -> pa.Table:
@@ -182,7 +189,10 @@ class DumpSource(Source):
         return {"train": sorted(self._files or self._tables), "val": []}
 
     def version(self, split: str, step: int) -> Any:
-        return self._files[step].stat().st_mtime_ns if step in self._files else 0
+        try:
+            return self._files[step].stat().st_mtime_ns if step in self._files else 0
+        except OSError:
+            return None
 
     def file(self, split: str, step: int) -> Path:
         return self._files.get(step, self.path)
@@ -221,8 +231,16 @@ def tables_of_dump(file: Path) -> dict[int, pa.Table]:
 
 def _samples_of_dump(row: Mapping[str, Any], given: Mapping[str, Any]) -> list[dict[str, Any]]:
     truth = row["ground_truth"]
-    parts = given["parts"] if isinstance(given.get("parts"), dict) else given
-    numbers = {name: float(x) for name, x in parts.items() if isinstance(x, float | bool) and name not in NOT_PARTS}
+
+    def saved(name: str, i: int) -> Any:
+        """A value of this response, in a row of one or of several."""
+        value = given.get(name)
+        return (value[i] if i < len(value) else None) if isinstance(value, list) else value
+
+    def numbers(i: int) -> dict[str, float]:
+        parts = found if isinstance(found := saved("parts", i), dict) else given
+        return {name: float(x) for name, x in parts.items() if isinstance(x, float | bool) and name not in NOT_PARTS}
+
     return [
         {
             "step": row["step"] if isinstance(row["step"], int) else 0,
@@ -233,11 +251,21 @@ def _samples_of_dump(row: Mapping[str, Any], given: Mapping[str, Any]) -> list[d
             "reward": row["rewards"][i],
             "reward_model": {"ground_truth": None if truth is None else _as_text(truth)},
             "tokens": row["tokens"][i],
-            "advantage": given.get("advantage") if isinstance(given.get("advantage"), float) else None,
-            **{f"part/{name}": value for name, value in numbers.items()},
+            "advantage": found if isinstance(found := saved("advantage", i), float) else None,
+            "status": found if isinstance(found := saved("status", i), str) else None,
+            "malformed": found if isinstance(found := saved("malformed", i), bool) else None,
+            "failure": _failure_text(saved("failure", i)),
+            **{f"part/{name}": value for name, value in numbers(i).items()},
         }
         for i, response in enumerate(row["responses"])
     ]
+
+
+def _failure_text(failure: Any) -> str | None:
+    """As plaudit score writes it: an object with cause, message and the reward's name."""
+    if isinstance(failure, dict) and failure.get("cause"):
+        return ": ".join(str(failure[name]) for name in ("cause", "reward", "message") if failure.get(name))
+    return failure if isinstance(failure, str) and failure else None
 
 
 NOT_PARTS = ("reward", "score", "rewards", "scores", "advantage", "step", "tokens", "malformed", "label")

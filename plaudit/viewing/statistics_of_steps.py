@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from plaudit.statistics.group_spread import group_spread
-from plaudit.viewing.steps import group_starts
+from plaudit.viewing.step_summary import groups_of, lengths_of, mean, numbers, summarise
 
 WORD = re.compile(r"\w+|[^\w\s]")
 MAX_CHARACTERS = 4000
@@ -37,26 +37,18 @@ def step_statistics(table: pa.Table, judges: Sequence[str], rules: Sequence[str]
     """`judges`, `rules`: components that a judge or a rule gave, to compare where both did."""
     if not table.num_rows:
         return {}
-    rewards, responses = _numbers(table, "reward"), [text or "" for text in table.column("response").to_pylist()]
-    lengths = _numbers(table, "tokens")
-    if np.isnan(lengths).all():
-        lengths = np.array([len(text) for text in responses], dtype=float)
-    starts = group_starts(table.column("prompt_id").to_pylist(), table.column("index").to_pylist())
-    groups = np.repeat(np.arange(len(starts)), np.diff([*starts, table.num_rows]))
-    parts = {name.removeprefix("part/"): _numbers(table, name) for name in table.column_names if name.startswith("part/")}
+    rewards, lengths = numbers(table, "reward"), lengths_of(table)
+    responses = [text or "" for text in table.column("response").to_pylist()]
+    starts, groups = groups_of(table)
+    parts = {name.removeprefix("part/"): numbers(table, name) for name in table.column_names if name.startswith("part/")}
     result = {
-        "reward": _mean(rewards),
-        "length": _mean(lengths),
-        "groups without signal": _share_without_signal(rewards, groups),
+        **summarise(table),
         "length correlation": within_groups(lengths, rewards, groups),
-        "malformed": _share(table, "malformed"),
-        "failed": 1 - table.column("failure").null_count / table.num_rows,
-        "truncated": float(np.mean([status == "truncated" for status in table.column("status").to_pylist()])),
         "duplicates": _duplicates(responses, groups),
         **_word_statistics(table, responses, starts),
     }
     for name, values in parts.items():
-        result[f"part/{name}"] = _mean(values)
+        result[f"part/{name}"] = mean(values)
         result[f"length correlation/{name}"] = within_groups(lengths, values, groups)
         result[f"with total/{name}"] = within_groups(values, rewards, groups)
         if (found := group_spread(values, groups)) is not None:
@@ -89,11 +81,6 @@ def within_groups(a: np.ndarray, b: np.ndarray, groups: np.ndarray) -> float | N
     return correlation(a - (np.bincount(groups, a) / counts)[groups], b - (np.bincount(groups, b) / counts)[groups])
 
 
-def _share_without_signal(rewards: np.ndarray, groups: np.ndarray) -> float | None:
-    flat = [len(set(of_group)) < 2 for g in np.unique(groups) if len(of_group := rewards[(groups == g) & np.isfinite(rewards)])]
-    return float(np.mean(flat)) if flat else None
-
-
 def _duplicates(responses: Sequence[str], groups: np.ndarray) -> float:
     return 1 - len(set(zip(groups.tolist(), responses, strict=True))) / len(responses)
 
@@ -124,17 +111,3 @@ def _word_statistics(table: pa.Table, responses: Sequence[str], starts: Sequence
 
 def _prompt_text(messages: Sequence[Mapping[str, Any]] | None) -> str:
     return "\n".join(message["content"] or "" for message in messages or ())
-
-
-def _numbers(table: pa.Table, name: str) -> np.ndarray:
-    return np.array([np.nan if x is None else x for x in table.column(name).to_pylist()], dtype=float)
-
-
-def _mean(values: np.ndarray) -> float | None:
-    values = values[np.isfinite(values)]
-    return float(values.mean()) if len(values) else None
-
-
-def _share(table: pa.Table, name: str) -> float | None:
-    known = [value for value in table.column(name).to_pylist() if value is not None]
-    return sum(known) / len(known) if known else None

@@ -10,13 +10,14 @@ import pyarrow as pa
 
 from plaudit.redaction import redact
 from plaudit.viewing.sources import NotThere, Source
+from plaudit.viewing.step_summary import groups_of, outcomes, summarise
 
 SHORT = 240
 """Characters of a prompt or response in a list."""
 MAX_TEXT = 4 << 20
 """Characters of a text on a sample's page."""
 MAX_SAMPLES = 8192
-"""On a step's page."""
+"""On a step's page; a step with more has several."""
 
 
 def is_summary_column(name: str) -> bool:
@@ -24,27 +25,56 @@ def is_summary_column(name: str) -> bool:
     return not name.startswith(("view/", "trace/", "token/")) and name not in ("tools", "extra_info", "mean_logprob", "version")
 
 
-def group_starts(ids: Sequence[Any], indices: Sequence[int | None]) -> list[int]:
-    """The first row of each group: samples of a prompt stand together, numbered from 0."""
-    return [i for i in range(len(ids)) if i == 0 or ids[i] != ids[i - 1] or (indices[i] or 0) <= (indices[i - 1] or 0)]
-
-
-def read_step(source: Source, split: str, step: int) -> dict[str, Any]:
+def read_step(source: Source, split: str, step: int, row: int = 0) -> dict[str, Any]:
+    """The groups and samples of a step, and its summary. Of a step with more than MAX_SAMPLES, the page that has this row."""
     table = source.read(split, step, is_summary_column)
-    total = table.num_rows
-    samples = _short_samples(table.slice(0, MAX_SAMPLES))
-    starts = group_starts([s["prompt_id"] for s in samples], [s["index"] for s in samples])
-    prompts = table.column("prompt").take(pa.array(starts, pa.int64())).to_pylist() if starts else []
+    starts, _ = groups_of(table)
+    pages = split_into_pages(starts, table.num_rows)
+    page = next((page for page in pages if row in page), pages[0] if row == 0 else None)
+    if page is None:
+        raise NotThere(f"step {step} ({split}) has no sample number {row}")
+    on_page, summary = table.slice(page.start, len(page)), summarise(table)
+    samples, found = _short_samples(on_page, page.start), outcomes(on_page)
+    shown = sorted({page.start, *(start for start in starts if start in page)}) if len(page) else []
+    prompts = table.column("prompt").take(pa.array(shown, pa.int64())).to_pylist()
     groups = []
-    for start, end, prompt in zip(starts, [*starts[1:], len(samples)], prompts, strict=True):
-        members = samples[start:end]
-        groups.append({"row": start, **_group_of(members), "prompt": _short(_last_message(prompt))})
+    for start, end, prompt in zip(shown, [*shown[1:], page.stop], prompts, strict=True):
+        inside = slice(start - page.start, end - page.start)
+        counts = {name: None if each is None else sum(each[inside]) for name, each in found.items()}
+        group = _group_of(samples[inside]) | ({"signal": None} if summary["reward"] is None else {})
+        groups.append({"row": start, **group, **counts, "prompt": _short(_last_message(prompt))})
     for sample in samples:
         del sample["prompt_id"], sample["data_source"]
-    return {"split": split, "step": step, "samples": samples, "groups": groups, "left_out": total - len(samples)}
+    return {
+        "split": split,
+        "step": step,
+        "summary": summary,
+        "unit": "characters" if table.column("tokens").null_count == table.num_rows else "tokens",
+        "first": page.start,
+        "samples": samples,
+        "groups": groups,
+        "groups_before": sum(start < page.start for start in starts),
+        "of_samples": table.num_rows,
+        "of_groups": len(starts),
+        "pages": [[each.start, each.stop] for each in pages],
+    }
 
 
-def _short_samples(table: pa.Table) -> list[dict[str, Any]]:
+def split_into_pages(starts: Sequence[int], rows: int) -> list[range]:
+    """Rows in pages of at most MAX_SAMPLES, each with whole groups. Only a group that is longer than a page is divided."""
+    pages, first, last = [], 0, 0
+    for end in [*starts[1:], rows]:
+        if end - first > MAX_SAMPLES and last > first:
+            pages.append(range(first, last))
+            first = last
+        while end - first > MAX_SAMPLES:
+            pages.append(range(first, first + MAX_SAMPLES))
+            first += MAX_SAMPLES
+        last = end
+    return [*pages, range(first, rows)]
+
+
+def _short_samples(table: pa.Table, first_row: int) -> list[dict[str, Any]]:
     columns = {
         name: table.column(name).to_pylist() for name in table.column_names if name not in ("prompt", "response", "reward_model")
     }
@@ -54,7 +84,7 @@ def _short_samples(table: pa.Table) -> list[dict[str, Any]]:
         parts = {name.removeprefix("part/"): finite(values[i]) for name, values in columns.items() if name.startswith("part/")}
         failures = {name.removeprefix("failure/"): values[i] for name, values in columns.items() if name.startswith("failure/")}
         sample = {
-            "row": i,
+            "row": first_row + i,
             "prompt_id": columns["prompt_id"][i],
             "index": columns["index"][i],
             "data_source": columns["data_source"][i],
@@ -84,11 +114,8 @@ def _group_of(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "rows": len(members),
         "mean": statistics.fmean(rewards) if rewards else None,
         "std": statistics.pstdev(rewards) if rewards else None,
-        "signal": len(set(rewards)) > 1,
+        "signal": len(set(rewards)) > 1 if len(members) > 1 else None,
         "length": statistics.fmean(lengths),
-        "failed": sum("failure" in s or "failures" in s for s in members),
-        "malformed": sum(bool(s.get("malformed")) for s in members),
-        "truncated": sum(s.get("status") == "truncated" for s in members),
         "parts": means,
     }
 
@@ -101,10 +128,10 @@ def read_sample(source: Source, split: str, step: int, row: int) -> dict[str, An
     return _sample(table.to_pylist()[0], split, step, row)
 
 
-def read_all_samples(source: Source, split: str, step: int) -> list[dict[str, Any]]:
-    """The same of every sample of a step."""
-    rows = source.read(split, step, lambda name: not name.startswith("token/")).to_pylist()
-    return [_sample(values, split, step, row) for row, values in enumerate(rows[:MAX_SAMPLES])]
+def read_all_samples(source: Source, split: str, step: int, most: int) -> list[dict[str, Any]]:
+    """The same of the first `most` samples of a step."""
+    rows = source.read(split, step, lambda name: not name.startswith("token/"), range(most)).to_pylist()
+    return [_sample(values, split, step, row) for row, values in enumerate(rows)]
 
 
 def _sample(values: Mapping[str, Any], split: str, step: int, row: int) -> dict[str, Any]:

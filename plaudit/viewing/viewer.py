@@ -4,8 +4,9 @@ import shlex
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from plaudit.errors import PlauditError
 from plaudit.viewing.metrics_log import as_points, thin
 from plaudit.viewing.sources import NotThere, Source
 from plaudit.viewing.statistics_of_steps import is_needed, step_statistics
-from plaudit.viewing.steps import group_starts, read_sample, read_step, read_tokens
+from plaudit.viewing.step_summary import group_starts
+from plaudit.viewing.steps import read_sample, read_step, read_tokens
 
 JUDGES = ("cascade", "critique_then_score", "group_judge", "judge", "pairwise_judge", "rubric_judge", "scalar_model", "similarity")
 """Kinds of rewards that call a model."""
@@ -24,14 +26,26 @@ MAX_DIAGNOSED = 200
 BUDGET_S = 1.0
 """Longest time that a request computes; what is left comes with the next one."""
 CACHED_STEPS = 16
+MAX_PROBLEMS = 5
+"""Shown one by one; of further ones, how many there are."""
 STAGES = ("sft", "dpo", "reward_model", "rl", "samples")
+
+
+@dataclass(frozen=True)
+class Diagnosed:
+    """What a step's samples show, or why they cannot be read."""
+
+    version: Any
+    """Of the file that was read."""
+    values: dict[str, float]
+    problem: str | None = None
 
 
 class Viewer:
     def __init__(self, sources: Sequence[Source]):
         self.sources = list(sources)
         self.names = unique_names([source.path for source in sources])
-        self._diagnosed: list[dict[int, tuple[Any, dict[str, float]]]] = [{} for _ in sources]
+        self._diagnosed: list[dict[int, Diagnosed]] = [{} for _ in sources]
         self._prompts: list[dict[tuple[str, int], tuple[Any, dict[str, int]]]] = [{} for _ in sources]
         self._steps: OrderedDict[tuple[Any, ...], dict[str, Any]] = OrderedDict()
         self._locks = [threading.Lock() for _ in sources]
@@ -70,8 +84,9 @@ class Viewer:
         """Every metric, thinned; of a dump, what its samples show."""
         source = self.source(number)
         if source.metrics is None:
-            series = self.diagnostics(number)["series"]
-            return {"series": {name: series[name] for name in ("reward", "length", "truncated") if name in series}, "seconds": None}
+            found = self.diagnostics(number)
+            series = {name: each for name, each in found["series"].items() if name in ("reward", "length", "truncated")}
+            return {"series": series, "seconds": None, "done": found["done"], "of": found["of"]}
         with self._locks[number]:
             source.metrics.refresh()
             series = {name: thin(one) for name, one in source.metrics.series.items()}
@@ -82,13 +97,16 @@ class Viewer:
     def steps(self, number: int) -> dict[str, list[int]]:
         return self.source(number).steps()
 
-    def step(self, number: int, split: str, step: int) -> dict[str, Any]:
+    def step(self, number: int, split: str, step: int, row: int = 0) -> dict[str, Any]:
+        """The groups and samples of a step; of a very large one, those around a row."""
         source = self.source(number)
-        key = (number, split, step, source.version(split, step))
-        found = self._steps.get(key)  # once: another request may evict it at any moment
+        of_step = (number, split, step, source.version(split, step))
+        # A copy: another request may evict one at any moment.
+        known = [found for key, found in list(self._steps.items()) if key[:-1] == of_step]
+        found = next((each for each in known if _is_on_page(each, row)), None)
         if found is None:
-            found = {**read_step(source, split, step), "audit": self._audit_command(number, split, step)}
-            self._steps[key] = found
+            found = {**read_step(source, split, step, row), "audit": self._audit_command(number, split, step)}
+            self._steps[*of_step, found["first"]] = found
             while len(self._steps) > CACHED_STEPS:
                 self._steps.popitem(last=False)
         return found
@@ -130,29 +148,26 @@ class Viewer:
         rewards = source.describe()["rewards"] if source.kind == "run" else []
         judges = [reward["label"] for reward in rewards if reward["kind"] in JUDGES]
         rules = [reward["label"] for reward in rewards if reward["kind"] not in JUDGES]
-        ends, problems = time.monotonic() + BUDGET_S, []
+        ends = time.monotonic() + BUDGET_S
         with self._locks[number]:
             for step in from_coarse_to_fine(chosen):
                 version = source.version(split, step)
-                if (step not in known or known[step][0] != version) and time.monotonic() < ends:
-                    try:
-                        found = step_statistics(source.read(split, step, is_needed), judges, rules)
-                    except (PlauditError, pa.ArrowException, KeyError) as error:
-                        problems.append(str(error))
-                        found = {}
-                    known[step] = (version, found)
+                if (step not in known or known[step].version != version) and time.monotonic() < ends:
+                    known[step] = _diagnose(source, split, step, version, judges, rules)
         done = [step for step in chosen if step in known]
-        names = dict.fromkeys(name for step in done for name in known[step][1])
+        names = dict.fromkeys(name for step in done for name in known[step].values)
         series = {}
         for name in names:
-            having = [step for step in done if name in known[step][1]]
-            series[name] = as_points(having, [known[step][1][name] for step in having])
+            having = [step for step in done if name in known[step].values]
+            series[name] = as_points(having, [known[step].values[name] for step in having])
+        problems = [problem for step in done if (problem := known[step].problem) is not None]
+        more = len(problems) - MAX_PROBLEMS
         return {
             "series": series | (self._group_statistics(number) if split == "train" else {}),
             "done": len(done),
             "of": len(chosen),
             "steps": len(source.steps()[split]),
-            "problems": problems[:3],
+            "problems": problems[:MAX_PROBLEMS] + ([f"{more:,} more steps cannot be read."] if more > 0 else []),
         }
 
     def _group_statistics(self, number: int) -> dict[str, Any]:
@@ -160,6 +175,19 @@ class Viewer:
         logged = self.metrics(number)["series"] if self.source(number).metrics is not None else {}
         found = {name: one for name, one in logged.items() if name.startswith(("group_std/", "signal/"))}
         return found | ({"groups without signal": logged["groups_without_signal"]} if "groups_without_signal" in logged else {})
+
+
+def _diagnose(source: Source, split: str, step: int, version: Any, judges: Sequence[str], rules: Sequence[str]) -> Diagnosed:
+    try:
+        return Diagnosed(version, step_statistics(source.read(split, step, is_needed), judges, rules))
+    except KeyError as error:
+        return Diagnosed(version, {}, f"{source.file(split, step)} has no column {error}. Other steps are not affected.")
+    except (PlauditError, pa.ArrowException) as error:
+        return Diagnosed(version, {}, str(error))
+
+
+def _is_on_page(step: Mapping[str, Any], row: int) -> bool:
+    return step["first"] <= row < step["first"] + max(len(step["samples"]), 1)
 
 
 def _prompt_rows(source: Source, split: str, step: int) -> dict[str, int]:

@@ -1,6 +1,10 @@
 """`plaudit view` over HTTP, and as a file."""
 
+import itertools
 import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -112,5 +116,28 @@ def test_a_file_that_gets_too_large_leaves_steps_out_and_says_so(viewer, tmp_pat
     assert "all samples" in everything
     assert "samples of 1 of 2 steps" in line
     assert "samples of 1 of 2 steps" in (tmp_path / "b.html").read_text()
-    embedded = (tmp_path / "b.html").read_text().partition('id="embedded">')[2].partition("</script>")[0]
-    assert json.loads(embedded)["answers"]["runs/0/steps"]["train"] == [2]  # the newest one stays
+    assert embedded_answers(tmp_path / "b.html")["runs/0/steps"]["train"] == [2]  # the newest one stays
+
+
+def test_a_file_says_which_steps_cannot_be_read(viewer, tmp_path):
+    (tmp_path / "made/samples/train_000001.parquet").write_bytes(b"broken")
+    viewer.diagnostics(0)  # as a page that was open before
+    line = write_page(viewer, tmp_path / "a.html", max_bytes=5_000_000)
+    assert line.endswith("samples of 1 of 2 steps (1 cannot be read)")
+    (problem,) = embedded_answers(tmp_path / "a.html")["runs/0/diagnostics"]["problems"]
+    assert "train_000001.parquet cannot be read" in problem
+
+
+def test_the_file_of_a_dump_has_all_of_its_curve(tmp_path, monkeypatch):
+    for step in range(1, 6):
+        (tmp_path / f"{step}.jsonl").write_text(json.dumps({"input": "user\nHi", "output": "a", "score": 1.0}) + "\n")
+    # A clock that ticks whenever it is read: a step for each request.
+    monkeypatch.setattr("plaudit.viewing.viewer.time", SimpleNamespace(monotonic=itertools.count().__next__))
+    monkeypatch.setattr("plaudit.viewing.viewer.BUDGET_S", 2)
+    viewer = Viewer([open_source(tmp_path)])
+    write_page(viewer, tmp_path / "a.html", max_bytes=5_000_000)
+    assert embedded_answers(tmp_path / "a.html")["runs/0/metrics"]["series"]["reward"]["x"] == [1, 2, 3, 4, 5]
+
+
+def embedded_answers(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text().partition('id="embedded">')[2].partition("</script>")[0])["answers"]

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlparse
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from support.made_runs import make_run, scored_group
@@ -198,6 +200,116 @@ def test_search_and_its_filters(page, address):
     page.get_by_text("the regular expression cannot be read").wait_for()
 
 
+def test_a_search_with_many_hits_says_how_many_and_shows_more(page, tmp_path):
+    group = scored_group("p1", ["yes"] * 450, [1.0] * 450)
+    run = make_run(tmp_path / "many", {1: [group], 2: [group]})
+    subprocess.run([sys.executable, "-m", "plaudit", "view", run, "--out", tmp_path / "a.html"], check=True, capture_output=True)
+    with serving(run) as address:
+        page.goto(f"{address}/#/search/many?text=yes")
+        page.get_by_text("The first 200 of 450 samples in 1 step, newest first; 1 older step is not searched yet.").wait_for()
+        page.get_by_role("button", name="show 200 more").click()
+        page.get_by_text("The first 400 of 450 samples").wait_for()
+        page.get_by_role("button", name="show 50 more").click()
+        page.get_by_text("The first 600 of 900 samples in 2 steps, newest first.").wait_for()  # 50, and 150 of the older step
+        assert page.locator("a.hit").count() == 600
+        page.goto(f"file://{tmp_path / 'a.html'}#/search/many?text=yes")
+        page.get_by_text("The first 200 of 900 samples in 2 steps").wait_for()
+        for shown in (400, 600, 800):
+            page.get_by_role("button", name=re.compile(r"show \d+ more")).click()
+            page.get_by_text(f"The first {shown} of 900 samples in 2 steps").wait_for()
+        page.get_by_role("button", name="show 100 more").click()
+        page.get_by_text("900 samples in 2 steps, newest first.", exact=True).wait_for()
+        assert page.locator("a.hit").count() == 900
+
+
+def test_a_sample_of_a_very_large_step_has_its_own_group(page, tmp_path):
+    groups = [scored_group(f"p{i}", ["x"] * 100, [i / 100.0] * 100, prompt=f"Prompt {i}") for i in range(100)]
+    with serving(make_run(tmp_path / "large", {1: groups})) as address:
+        page.goto(f"{address}/#/sample/large/train/1/8950")
+        wait_for_title(page, "Sample 51 of 100")
+        assert "group 90 of 100" in text_of(page)
+        assert "Its group: mean 0.89," in text_of(page)
+        assert page.locator(".mates a").count() == 100
+        page.keyboard.press("J")
+        wait_for_title(page, "Sample 1 of 100")
+        page.get_by_text("group 91 of 100").wait_for()
+        page.keyboard.press("u")
+        page.get_by_text("Below are samples 8,101–10,000 of 10,000.").wait_for()
+        assert page.locator(".group:not(.head)").count() == 19
+        page.get_by_role("link", name="1–8,100").click()
+        page.get_by_text("Below are samples 1–8,100 of 10,000.").wait_for()
+        assert "0.495" in text_of(page, ".tiles")  # the mean of all
+
+
+def test_an_advantage_is_called_a_mean_where_it_is_one(page, tmp_path):
+    made = scored_group("p1", ["2", "3"], [1.0, 0.0])
+    run = make_run(tmp_path / "made", {1: [made]})
+    table = pq.read_table(run / "samples/train_000001.parquet")
+    advantages = pa.array([0.5, -0.5], pa.float64())
+    pq.write_table(
+        table.set_column(table.column_names.index("advantage"), "advantage", advantages), run / "samples/train_000001.parquet"
+    )
+    rows = [{"step": 1, "prompt": "Hi", "completion": text, "tone": 1.0, "advantage": 0.25} for text in "ab"]
+    (tmp_path / "trl").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "trl/completions_00001.parquet")
+    with serving(run, tmp_path / "trl") as address:
+        page.goto(f"{address}/#/sample/made/train/1/0")
+        page.get_by_text("advantage, mean over its tokens +0.5").wait_for()
+        page.goto(f"{address}/#/sample/trl/train/1/0")
+        page.get_by_text("advantage +0.25").wait_for()
+
+
+def test_a_dump_shows_what_is_unknown_as_unknown(page, tmp_path):
+    rows = [
+        {"step": 1, "prompt": "Hi", "completion": text, "brevity": 1.0, "tone": 0.5, "advantage": advantage}
+        for text, advantage in (("a", 0.5), ("b", -0.5))
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "completions_00001.parquet")
+    with serving(tmp_path) as address:
+        page.goto(address)
+        page.get_by_role("link", name="last step").click()
+        wait_for_title(page, "Step 1")
+        for name in ("mean reward", "malformed", "a reward failed", "truncated"):
+            assert f"{name}: not recorded" in text_of(page, ".tiles")
+        assert "0 %" not in text_of(page, ".tiles")
+        assert "its colour is its advantage" in text_of(page)
+        assert page.locator(".cell.failed").count() == 0
+        assert page.get_by_label("filter").locator("option").all_inner_texts() == ["all groups"]
+        page.get_by_role("link", name="Search").click()
+        page.get_by_label("show").select_option("malformed")
+        page.expected = ["400"]
+        page.get_by_role("button", name="Search").click()
+        page.get_by_text("does not say which samples are malformed").wait_for()
+
+
+def test_the_table_of_runs_shows_what_their_stages_have(page, tmp_path):
+    empty = make_run(tmp_path / "empty", {})
+    (empty / "metrics.jsonl").unlink()
+    with serving(empty) as address:
+        page.goto(address)
+        wait_for_title(page, "empty")
+        assert "val/reward" in text_of(page, "table.runs")
+        assert "loss" not in text_of(page, "table.runs")
+
+
+def test_an_rl_run_next_to_an_sft_run(page, tmp_path):
+    """What only one stage has is folded; what both have and set differently comes first."""
+    rl = make_run(tmp_path / "rl", {1: [scored_group("p1", ["2", "3"], [1.0, 0.0])]})
+    sft = make_run(tmp_path / "sft", {})
+    recipe = {"stage": "sft", "model.path": "models/small", "run.dir": "runs/sft", "optim.lr": 2e-3, "data.packing": True}
+    (sft / "run.json").write_text(json.dumps(json.loads((sft / "run.json").read_text()) | {"recipe": recipe}))
+    (sft / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    with serving(rl, sft) as address:
+        page.goto(address)
+        wait_for_title(page, "2 runs")
+        line = "how their recipes differ in what rl and sft have in common (2 settings: stage, optim.lr)"
+        both = page.locator("details", has_text=line)
+        assert both.locator("tbody td:first-child").all_inner_texts() == ["stage", "optim.lr"]
+        only = page.locator("details", has_text="settings that only rl has (9: run, rewards)")
+        assert only.get_attribute("open") is None
+        assert page.locator("details", has_text="settings that only sft has (1: data)").count() == 1
+
+
 def test_groups_can_be_sorted_and_filtered(page, address):
     page.goto(f"{address}/#/step/made/train/1")
     wait_for_title(page, "Step 1")
@@ -247,6 +359,8 @@ def test_no_page_is_wider_than_the_window(page, address, width):
         page.goto(f"{address}/{route}")
         wait_for_title(page, "")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, route
+        wider = page.evaluate("[...document.querySelectorAll('.scroll:has(table.runs)')].map((e) => e.scrollWidth - e.clientWidth)")
+        assert wider == ([0] if route == "" else []), route
 
 
 def test_a_run_that_trains_is_followed(page, tmp_path):

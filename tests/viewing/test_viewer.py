@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,9 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from plaudit.errors import PlauditError, RunError
+from plaudit.types import Failure
 from plaudit.viewing.metrics_log import MetricsLog, Series, thin
 from plaudit.viewing.search import Query, search
 from plaudit.viewing.sources import NotThere, open_source
+from plaudit.viewing.steps import split_into_pages
 from plaudit.viewing.viewer import Viewer, evenly_spaced, from_coarse_to_fine, unique_names
 from support.made_runs import make_run, scored_group
 
@@ -91,6 +94,29 @@ def test_the_same_prompt_is_found_in_other_steps(run):
     assert found["searched"] == found["of"] == 2
 
 
+def test_a_very_large_step_has_pages_of_whole_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr("plaudit.viewing.steps.MAX_SAMPLES", 4)
+    groups = [scored_group(f"p{i}", list("abc"), [1.0, 0.0, float(i)], prompt=f"Prompt {i}") for i in range(3)]
+    viewer = Viewer([open_source(make_run(tmp_path / "made", {1: groups}))])
+    for row in (4, 0, 7, 5):
+        page = viewer.step(0, "train", 1, row)
+        (group,) = page["groups"]
+        assert (group["row"], group["rows"], group["prompt"]) == (row - row % 3, 3, f"Prompt {row // 3}")
+        assert [sample["row"] for sample in page["samples"]] == [group["row"] + i for i in range(3)]
+        assert (page["groups_before"], page["of_groups"], page["of_samples"]) == (row // 3, 3, 9)
+        assert page["summary"]["reward"] == pytest.approx((3 * 1.0 + 0 + 1 + 2) / 9)  # of the whole step
+    assert page["pages"] == [[0, 3], [3, 6], [6, 9]]
+    with pytest.raises(NotThere, match="no sample number 9"):
+        viewer.step(0, "train", 1, 9)
+
+
+def test_pages_divide_only_a_group_that_is_longer_than_a_page(monkeypatch):
+    monkeypatch.setattr("plaudit.viewing.steps.MAX_SAMPLES", 4)
+    assert split_into_pages([0, 2, 4, 5], 8) == [range(4), range(4, 8)]
+    assert split_into_pages([0, 1], 11) == [range(1), range(1, 5), range(5, 9), range(9, 11)]
+    assert split_into_pages([], 0) == [range(0)]
+
+
 # Runs and metrics ----------------------------------------------------------------------------------------------------
 
 
@@ -110,6 +136,13 @@ def test_metrics_are_read_as_they_grow_and_anew_after_a_resume(tmp_path):
     os.replace(file.with_name("new"), file)  # as a run that resumes does
     log.refresh()
     assert thin(log.series["reward"]) == {"x": [1], "y": [0.25]}
+
+
+def test_of_many_damaged_lines_the_first_are_named(run):
+    with (run / "metrics.jsonl").open("a") as opened:
+        opened.write("not json\n" * 1000)
+    (problem,) = Viewer([open_source(run)]).runs()[0]["problems"]
+    assert problem == "metrics.jsonl, lines 3, 4, 5, 6, 7 and 995 more: damaged, skipped"
 
 
 def test_a_thinned_curve_keeps_its_peaks_and_its_ends():
@@ -205,6 +238,23 @@ def test_how_much_each_component_differs_within_groups(tmp_path):
     assert series["signal/tone"]["x"] == [1]
 
 
+def test_failed_means_the_same_everywhere(tmp_path):
+    """A reward that is only measured has failed on one of four samples: they all have a total."""
+    made = scored_group("p", list("abcd"), [1.0, 0.0, 1.0, 0.0])
+    of_judge = (replace(made.by_reward["tone"][0], failure=Failure("timeout", "no answer")), *made.by_reward["tone"][1:])
+    viewer = Viewer([open_source(make_run(tmp_path / "made", {1: [replace(made, by_reward={"tone": of_judge})]}))])
+    step = viewer.step(0, "train", 1)
+    assert viewer.diagnostics(0)["series"]["failed"]["y"] == [step["summary"]["failed"]] == [0.25]
+    assert step["groups"][0]["failed"] == len(search(viewer.source(0), Query(failure="any"))["hits"]) == 1
+
+
+def test_groups_of_one_sample_have_no_signal_to_lack(tmp_path):
+    group = scored_group("p", ["a"], [1.0])
+    viewer = Viewer([open_source(make_run(tmp_path / "made", {1: [group]}))])
+    assert viewer.step(0, "train", 1)["summary"]["groups without signal"] is None
+    assert viewer.step(0, "train", 1)["groups"][0]["signal"] is None
+
+
 # Search --------------------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +263,28 @@ def test_search_finds_text_from_the_newest_step_back(run):
     assert [(hit["step"], hit["row"]) for hit in hits] == [(2, 2), (1, 0)]
     assert [hit["found"] for hit in search(open_source(run), Query("TWO W"))["hits"]] == ["two w", "two w"]
     assert [hit["found"] for hit in search(open_source(run), Query(r"^[xy]$", is_regex=True))["hits"]] == ["x", "y"]
+
+
+def test_search_continues_where_it_has_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr("plaudit.viewing.search.MAX_HITS", 2)
+    five = [scored_group("p", ["yes", "no", "yes", "yes", "yes", "yes"], [1.0] * 6)]
+    source = open_source(make_run(tmp_path / "made", {1: five, 2: five}))
+    found, counts, start = [], [], {}
+    while start is not None:
+        answer = search(source, Query("yes", **start))
+        found += [(hit["step"], hit["row"]) for hit in answer["hits"]]
+        counts.append((len(answer["hits"]), answer["more"], answer["searched"], answer["left"]))
+        start = answer["next"]
+    rows = [0, 2, 3, 4, 5]
+    assert found == [(2, row) for row in rows] + [(1, row) for row in rows]
+    # Two at a time: of step 2 there are 3 and then 1 left, the fifth comes with the first of step 1, …
+    assert counts == [(2, 3, 0, 1), (2, 1, 0, 1), (2, 4, 1, 0), (2, 2, 0, 0), (2, 0, 1, 0)]
+
+
+def test_search_says_how_many_steps_it_could_not_read(run):
+    (run / "samples/train_000002.parquet").write_bytes(b"broken")
+    answer = search(open_source(run), Query("2"))
+    assert ([hit["step"] for hit in answer["hits"]], answer["unreadable"]) == ([1], 1)
 
 
 def test_search_filters_by_reward_failure_source_and_step(run):
@@ -261,6 +333,53 @@ def test_trl_dumps(tmp_path):
     assert sample["parts"] == {"brevity": 1.0, "politeness": 0.5}
 
 
+def test_what_a_dump_does_not_record_is_unknown(tmp_path):
+    rows = [{"input": "user\nHi", "output": text, "score": 1.0} for text in ("a", "b")]
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    viewer = Viewer([open_source(tmp_path)])
+    unknown = {"malformed": None, "failed": None, "truncated": None}
+    step = viewer.step(0, "train", 0)
+    assert {name: step["summary"][name] for name in unknown} == unknown
+    assert {name: step["groups"][0][name] for name in unknown} == unknown
+    assert not viewer.diagnostics(0)["series"].keys() & unknown.keys()
+    for wanted in ("any", "timeout", "malformed", "truncated"):
+        with pytest.raises(PlauditError, match="does not say which samples are"):
+            search(viewer.source(0), Query(failure=wanted))
+
+
+def test_a_total_that_trl_has_not_saved_is_unknown(tmp_path):
+    rows = [{"step": 1, "prompt": "Hi", "completion": text, "brevity": 1.0, "tone": 0.5, "advantage": 0.5} for text in ("a", "b")]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "completions_00001.parquet")
+    step = Viewer([open_source(tmp_path)]).step(0, "train", 1)
+    assert step["summary"]["reward"] is step["summary"]["groups without signal"] is step["groups"][0]["signal"] is None
+    assert step["samples"][0]["advantage"] == 0.5
+
+
+def test_what_plaudit_score_has_written_is_known(tmp_path):
+    failure = {"cause": "timeout", "message": "no answer", "reward": "tone"}
+    row = {"prompt": "Hi", "responses": ["a", "b"], "reward": [1.0, None], "malformed": [True, False], "failure": [None, failure],
+           "parts": [{"tone": 0.5}, {}], "status": ["truncated", "finished"]}  # fmt: skip
+    (tmp_path / "scored.jsonl").write_text(json.dumps(row) + "\n")
+    viewer = Viewer([open_source(tmp_path / "scored.jsonl")])
+    step = viewer.step(0, "train", 0)
+    assert {name: step["summary"][name] for name in ("malformed", "failed", "truncated")} == {
+        "malformed": 0.5, "failed": 0.5, "truncated": 0.5
+    }  # fmt: skip
+    assert viewer.sample(0, "train", 0, 1)["failure"] == "timeout: tone: no answer"
+    assert viewer.sample(0, "train", 0, 0)["parts"] == {"tone": 0.5}
+
+
+def test_a_dump_that_is_deleted_meanwhile(tmp_path):
+    for step in (1, 2):
+        (tmp_path / f"{step}.jsonl").write_text(json.dumps({"input": "user\nHi", "output": "a", "score": 1.0}) + "\n")
+    viewer = Viewer([open_source(tmp_path)])
+    (tmp_path / "2.jsonl").unlink()
+    assert viewer.step(0, "train", 1)["groups"]
+    with pytest.raises(NotThere, match=r"2\.jsonl"):
+        viewer.step(0, "train", 2)
+    assert viewer.diagnostics(0)["series"]["reward"]["x"] == [1]
+
+
 # Bad input -----------------------------------------------------------------------------------------------------------
 
 
@@ -281,7 +400,11 @@ def test_a_damaged_parquet_file_affects_no_other_step(run):
     with pytest.raises(NotThere, match=r"train_000001.parquet cannot be read: .* Other steps are not affected"):
         viewer.step(0, "train", 1)
     assert viewer.step(0, "train", 2)["groups"]
-    assert viewer.diagnostics(0)["series"]["reward"]["x"] == [2]
+    for _ in range(2):  # once it is known, it is not forgotten
+        found = viewer.diagnostics(0)
+        assert found["series"]["reward"]["x"] == [2]
+        assert len(found["problems"]) == 1
+        assert "train_000001.parquet cannot be read" in found["problems"][0]
     assert search(open_source(run), Query("2"))["hits"]
 
 

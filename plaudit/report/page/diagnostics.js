@@ -9,8 +9,9 @@ let share = 0.5;
 export async function diagnosticsPage(ctx, [name]) {
   const run = ctx.run(name);
   let [found, metrics] = await Promise.all([get(`runs/${run.id}/diagnostics`), get(`runs/${run.id}/metrics`)]);
-  const charts = h("div", {}), progress = h("p", { class: "dim" });
+  const charts = h("div", {}), progress = h("p", { class: "dim" }), problems = h("div", {});
   const draw = () => {
+    problems.replaceChildren(...(found.problems || []).map((problem) => h("p", { class: "notice error" }, problem)));
     charts.replaceChildren(...sections(ctx, run, found.series, metrics.series));
     const every = found.of < found.steps ? `; ${found.of} of ${plural(found.steps, "step")}, evenly spaced` : "";
     progress.textContent = !found.of ? "This run has no training samples yet. Only RL writes them." : found.done < found.of ? `reading samples: ${found.done} of ${plural(found.of, "step")} …` : `from the samples of ${plural(found.of, "step")}${every}`;
@@ -27,7 +28,7 @@ export async function diagnosticsPage(ctx, [name]) {
     run, title: `diagnostics, ${run.name}`,
     element: h("div", {}, h("div", { class: "dim" }, run.name), h("h1", {}, "Diagnostics"),
       h("p", {}, "What the policy is rewarded for, step by step. These curves are evidence, not verdicts: click a point and read its samples."), progress,
-      (found.problems || []).map((problem) => h("p", { class: "notice error" }, problem)),
+      problems,
       h("div", { class: "toolbar" }, h("label", {}, "smoothing ", h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: share, oninput: (event) => { share = Number(event.target.value); draw(); } }))),
       charts, last !== undefined ? h("p", {}, "To measure the rewards themselves, audit the samples of a step: the command is at the end of ", h("a", { href: `#/step/${encodeURIComponent(run.name)}/train/${last}` }, "each step's page"), ".") : null),
     shown: more,
@@ -52,9 +53,9 @@ function sections(ctx, run, of, metrics) {
   const shown = trained.length === 1 ? measured : parts;
   const sets = [
     ["Reward and its components", [
-      measured.length && shown === measured ? null : chart("components and the total", "Which component makes the total rise? One that rises alone, while others fall, is what the policy has found.", [line("total", of.reward), ...shown.map((n, i) => line(weights[n] === 0 ? `${n} (only measured)` : n, of[`part/${n}`], { colour: colour(n, i), dashed: weights[n] === 0 }))]),
+      measured.length && shown === measured ? null : chart(shown.length ? "components and the total" : "reward", shown.length ? "Which component makes the total rise? One that rises alone, while others fall, is what the policy has found." : "Mean over the samples of a step.", [line("total", of.reward), ...shown.map((n, i) => line(weights[n] === 0 ? `${n} (only measured)` : n, of[`part/${n}`], { colour: colour(n, i), dashed: weights[n] === 0 }))]),
       measured.length ? chart("trained reward against measured ones", "Rewards of weight 0 are not trained on. If the total keeps rising while they fall, the policy optimises the reward, not the task.", [line("total", of.reward), ...measured.map((n, i) => line(n, of[`part/${n}`], { colour: colour(n, i), dashed: true }))]) : null,
-      metrics["val/reward"] ? chart("validation", "On prompts that it is not trained on. Measured rewards of weight 0 are dashed.", [line("val/reward", metrics["val/reward"], { points: true }), ...shown.filter((n) => metrics[`val/parts/${n}`]).map((n, i) => line(n, metrics[`val/parts/${n}`], { colour: colour(n, i), dashed: weights[n] === 0, points: true }))], { onPick: pick("val") }) : null,
+      metrics["val/reward"] ? chart("validation", `Reward on prompts that it is not trained on.${measured.length ? " Measured rewards of weight 0 are dashed." : ""}`, [line("val/reward", metrics["val/reward"], { points: true }), ...shown.filter((n) => metrics[`val/parts/${n}`]).map((n, i) => line(n, metrics[`val/parts/${n}`], { colour: colour(n, i), dashed: weights[n] === 0, points: true }))], { onPick: pick("val") }) : null,
       shown.length && parts.length > 1 ? chart("component against total, within groups", "Correlation of each component with the total among samples of a prompt: what decides which sample is better?", shown.map((n, i) => line(n, of[`with total/${n}`], { colour: colour(n, i), dashed: weights[n] === 0 })), { bounds: [-1, 1], legend: true }) : null,
       parts.length > 1 ? chart("groups in which a component differs", "Share of groups. Where all samples of a prompt get the same, a component has no say in which of them is better.", parts.map((n, i) => line(n, of[`signal/${n}`], { colour: colour(n, i), dashed: weights[n] === 0 })), { bounds: [0, 1], legend: true }) : null,
       chart("spread within groups", "Standard deviation among the samples of a prompt, mean over groups, before weights. The component with the largest, times its weight, decides most.", parts.map((n, i) => line(n, of[`group_std/${n}`], { colour: colour(n, i), dashed: weights[n] === 0 })), { legend: true }),
@@ -67,12 +68,12 @@ function sections(ctx, run, of, metrics) {
       chart("variety", "distinct-2: different word pairs among all word pairs of a step. Duplicates: the same response twice in a group. Both show a policy that repeats itself.", [line("distinct-2", of["distinct-2"]), line("duplicates", of.duplicates, { colour: seriesColour(1) })], { bounds: [0, 1] }),
     ]],
     ["What goes wrong", [
-      chart("malformed, failed, truncated", "Shares of the samples. Malformed is the policy's fault, failed the reward's, truncated the length limit's.", ["malformed", "failed", "truncated"].map((n, i) => line(n, of[n], { colour: seriesColour(i) })), { bounds: [0, 1] }),
+      chart("malformed, failed, truncated", "Shares of the samples. Malformed is the policy's fault, failed any reward's, truncated the length limit's.", ["malformed", "failed", "truncated"].map((n, i) => line(n, of[n], { colour: seriesColour(i) })), { bounds: [0, 1] }),
       chart("groups without signal", "Share of groups in which all rewards are equal: too easy, too hard, or a reward that cannot tell answers apart.", [line("share", of["groups without signal"])], { bounds: [0, 1] }),
     ]],
     ["The policy", [
       chart("entropy", "How undecided the policy is, per token. Near zero it always writes the same.", [line("entropy", metrics.entropy)]),
-      chart("KL", "How far the policy is from its reference or from the weights that sampled.", ["kl", "kl_penalty", "policy_kl", "ref_kl"].filter((n) => metrics[n]).map((n, i) => line(n, metrics[n], { colour: seriesColour(i) }))),
+      chart("KL", "How far the policy is from its reference or from the weights that sampled.", ["kl", "kl_penalty", "policy_kl", "ref_kl"].filter((n) => metrics[n]).map((n, i) => line(n, metrics[n], { colour: seriesColour(i) })), { legend: true }),
       chart("mismatch", "Distance of the sampler's log-probs from the trainer's; large values mean that it trains on something it did not sample.", ["mismatch", "mismatch_kl"].filter((n) => metrics[n]).map((n, i) => line(n, metrics[n], { colour: seriesColour(i) }))),
     ]],
   ];

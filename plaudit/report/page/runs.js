@@ -1,7 +1,7 @@
 // Runs: their state, curves of every metric over each other, how their recipes differ.
 
 import { h, number, duration, plural, seriesColour } from "./dom.js";
-import { get } from "./data.js";
+import { get, isFile } from "./data.js";
 import { lineChart } from "./charts.js";
 
 const FIRST = ["reward", "val/reward", "loss", "val/loss", "length", "entropy", "groups_without_signal", "truncated", "malformed", "dropped", "accuracy", "kl"];
@@ -14,20 +14,27 @@ export async function runsPage(ctx) {
 
   const draw = () => charts.replaceChildren(...chartSections(ctx, metrics));
   const table = h("div", { class: "scroll" });
-  const drawTable = () => table.replaceChildren(runsTable(ctx, draw));
+  const drawTable = () => table.replaceChildren(runsTable(ctx, draw), ...ctx.runs.flatMap((run) => (run.problems || []).map((problem) => h("p", { class: "notice" }, `${run.name}: ${problem}`))));
   drawTable();
   draw();
   element.append(
     h("h1", {}, ctx.runs.length === 1 ? ctx.runs[0].name : plural(ctx.runs.length, "run")),
     table,
-    ...ctx.runs.flatMap((run) => (run.problems || []).map((problem) => h("p", { class: "notice" }, `${run.name}: ${problem}`))),
     differences(ctx.runs),
     toolbar(draw),
     charts,
   );
+  // A dump has no metrics: its curves come from its samples, which take a while to read.
+  const more = async () => {
+    for (const run of ctx.runs) while (metrics[run.id].done < metrics[run.id].of && element.isConnected && !isFile) {
+      metrics[run.id] = await get(`runs/${run.id}/metrics`);
+      draw();
+    }
+  };
   return {
     element,
     title: "runs",
+    shown: more,
     async refresh(changed) {
       for (const run of changed) metrics[run.id] = await get(`runs/${run.id}/metrics`);
       drawTable();
@@ -38,16 +45,17 @@ export async function runsPage(ctx) {
 
 function runsTable(ctx, draw) {
   const several = ctx.runs.length > 1;
-  const rewarded = ctx.runs.filter((run) => run.last && "reward" in run.last).length;
-  const columns = [...(rewarded ? ["reward", "val/reward"] : []), ...(rewarded < ctx.runs.filter((run) => run.last).length ? ["loss", "val/loss"] : [])];
-  return h("table", {},
+  // By stage, not by what a run has written: one that has just begun has written nothing.
+  const stages = new Set(ctx.runs.map((run) => run.stage).filter(Boolean));
+  const columns = [...(stages.has("rl") ? ["reward", "val/reward"] : []), ...([...stages].some((stage) => stage !== "rl") ? ["loss", "val/loss"] : [])];
+  return h("table", { class: "runs" },
     h("thead", {}, h("tr", {}, h("th", {}, several ? "run (tick to draw it)" : "run"), h("th", {}, "state"), h("th", { class: "n" }, "step"), h("th", { class: "n" }, "time"), columns.map((name) => h("th", { class: "n" }, name)), h("th", {}, "look at"))),
     h("tbody", {}, ctx.runs.map((run) => h("tr", {},
-      h("td", {}, several && h("input", { type: "checkbox", "aria-label": `draw ${run.name}`, checked: !settings.hidden.has(run.id), onchange: (event) => { settings.hidden[event.target.checked ? "delete" : "add"](run.id); draw(); } }), several && " ", h("b", { class: "dot", style: { background: seriesColour(run.id) } }), h("b", {}, run.name), h("div", { class: "small dim" }, run.path)),
+      h("td", {}, several && h("input", { type: "checkbox", "aria-label": `draw ${run.name}`, checked: !settings.hidden.has(run.id), onchange: (event) => { settings.hidden[event.target.checked ? "delete" : "add"](run.id); draw(); } }), several && " ", h("b", { class: "dot", style: { background: seriesColour(run.id) } }), h("b", {}, run.name), h("div", { class: "small dim path" }, run.path)),
       h("td", {}, state(run)),
-      h("td", { class: "n" }, run.step ?? "–", run.total_steps ? h("span", { class: "dim" }, ` of ${run.total_steps}`) : null, run.progress !== null && run.progress !== undefined && run.state === "training" ? h("div", { class: "meter" }, h("i", { style: { width: `${100 * run.progress}%` } })) : null),
-      h("td", { class: "n" }, duration(run.seconds)),
-      columns.map((name) => h("td", { class: "n" }, number(run.last?.[name]))),
+      h("td", { class: "n", "data-name": "step" }, run.step ?? "–", run.total_steps ? h("span", { class: "dim" }, ` of ${run.total_steps}`) : null, run.progress !== null && run.progress !== undefined && run.state === "training" ? h("div", { class: "meter" }, h("i", { style: { width: `${100 * run.progress}%` } })) : null),
+      h("td", { class: "n", "data-name": "time" }, duration(run.seconds)),
+      columns.map((name) => h("td", { class: "n", "data-name": name }, name.endsWith("loss") === (run.stage === "rl") ? "" : number(run.last?.[name]))), // RL's loss says little
       h("td", {}, links(run)),
     ))));
 }
@@ -123,7 +131,7 @@ function chart(ctx, metrics, name) {
       const one = { run, metric, steps: all[metric].x, y: all[metric].y, points: validation, dashed: validation && metric !== name };
       one.x = settings.clock ? one.steps.map((step) => hours(seconds, step)) : one.steps;
       one.colour = ctx.runs.length > 1 ? seriesColour(run.id) : metric === name ? "var(--c0)" : "var(--c1)";
-      one.name = ctx.runs.length > 1 ? `${run.name}${validation && metric !== name ? " (val)" : ""}` : metric;
+      one.name = ctx.runs.length > 1 ? `${run.name}${validation && metric !== name ? " (validation)" : ""}` : metric;
       series.push(one);
     }
   }
@@ -133,15 +141,29 @@ function chart(ctx, metrics, name) {
   });
 }
 
+// What differs between the runs. Settings that only some of the stages have (an RL run next to an SFT run) are folded, by stage.
 function differences(runs) {
   const withRecipe = runs.filter((run) => run.recipe && Object.keys(run.recipe).length);
   if (!withRecipe.length) return null;
   const names = [...new Set(withRecipe.flatMap((run) => Object.keys(run.recipe)))];
   const shown = (run, name) => (name in run.recipe ? JSON.stringify(run.recipe[name]) : "not set");
-  const table = (chosen) => h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "setting"), withRecipe.map((run) => h("th", {}, run.name)))), h("tbody", {}, chosen.map((name) => h("tr", {}, h("td", { class: "nowrap" }, name), withRecipe.map((run) => h("td", { style: { "overflow-wrap": "anywhere" } }, shown(run, name))))))));
-  const differ = names.filter((name) => new Set(withRecipe.map((run) => shown(run, name))).size > 1 && name !== "run.dir");
+  const table = (chosen, of = withRecipe) => h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "setting"), of.map((run) => h("th", {}, run.name)))), h("tbody", {}, chosen.map((name) => h("tr", {}, h("td", { class: "nowrap" }, name), of.map((run) => h("td", { style: { "overflow-wrap": "anywhere" } }, shown(run, name))))))));
   const all = h("details", {}, h("summary", {}, withRecipe.length > 1 ? "all settings" : "the recipe, all settings"), table(names));
   if (withRecipe.length === 1) return all;
-  if (!differ.length) return h("div", {}, h("p", { class: "dim" }, "Their recipes do not differ, besides run.dir."), all);
-  return h("div", {}, h("details", { open: differ.length <= 8 }, h("summary", {}, `how their recipes differ (${plural(differ.length, "setting")})`), table(differ)), all);
+  const stages = [...new Set(withRecipe.map((run) => run.stage))], stagesOf = (name) => stages.filter((stage) => withRecipe.some((run) => run.stage === stage && name in run.recipe));
+  const shared = names.filter((name) => stagesOf(name).length === stages.length);
+  const differ = shared.filter((name) => new Set(withRecipe.map((run) => shown(run, name))).size > 1 && name !== "run.dir");
+  const byStages = [...new Set(names.filter((name) => !shared.includes(name)).map((name) => stagesOf(name).join(", ")))];
+  const folded = byStages.map((has) => {
+    const only = names.filter((name) => stagesOf(name).join(", ") === has && !shared.includes(name));
+    return h("details", {}, h("summary", {}, `settings that only ${has} has (${only.length}: ${someOf(only.map((name) => name.split(".")[0]))})`), table(only, withRecipe.filter((run) => has.split(", ").includes(run.stage))));
+  });
+  const both = stages.length > 1 ? ` in what ${stages.join(" and ")} have in common` : "";
+  if (!differ.length) return h("div", {}, h("p", { class: "dim" }, `Their recipes do not differ${both}, besides run.dir.`), folded, all);
+  return h("div", {}, h("details", { open: differ.length <= 8 }, h("summary", {}, `how their recipes differ${both} (${plural(differ.length, "setting")}: ${someOf(differ)})`), table(differ)), folded, all);
+}
+
+function someOf(names) {
+  const different = [...new Set(names)];
+  return different.length > 6 ? `${different.slice(0, 6).join(", ")}, …` : different.join(", ");
 }

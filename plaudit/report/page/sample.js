@@ -2,35 +2,33 @@
 
 import { h, number, plural, visible, longText, rewardColour, seriesColour } from "./dom.js";
 import { get, isFile } from "./data.js";
-import { cell } from "./step.js";
+import { scaleOf } from "./step.js";
 
 const THOUGHTS = /<(think|thinking|thought|reasoning)>([\s\S]*?)(<\/\1>|$)/;
 
 export async function samplePage(ctx, [name, split, stepText, rowText]) {
   const run = ctx.run(name), step = Number(stepText), row = Number(rowText);
-  const [sample, data] = await Promise.all([get(`runs/${run.id}/${split}/${step}/${row}`), get(`runs/${run.id}/${split}/${step}`)]);
+  const [sample, data] = await Promise.all([get(`runs/${run.id}/${split}/${step}/${row}`), get(`runs/${run.id}/${split}/${step}?row=${row}`)]);
   const group = data.groups.findLast((g) => g.row <= row);
-  const mates = data.samples.slice(group.row, group.row + group.rows);
+  const mates = data.samples.slice(group.row - data.first, group.row - data.first + group.rows);
   const link = (other) => `#/sample/${encodeURIComponent(run.name)}/${split}/${step}/${other}`;
-  const rewards = data.samples.map((x) => x.reward).filter((x) => x !== undefined);
-  const view = { link, low: Math.min(...rewards), high: Math.max(...rewards) };
-  const number_ = data.groups.indexOf(group) + 1;
+  const toStep = `#/step/${encodeURIComponent(run.name)}/${split}/${step}${data.first ? `?row=${data.first}` : ""}`;
+  const view = { link, scale: scaleOf(data) }, at = data.groups.indexOf(group);
   const element = h("div", {},
     h("div", { class: "row spread" },
       h("div", {},
-        h("div", { class: "dim" }, h("a", { href: `#/step/${encodeURIComponent(run.name)}/${split}/${step}` }, `${run.name}, ${split === "val" ? "validation after step" : "step"} ${step}`), ` · group ${number_} of ${data.groups.length}`),
+        h("div", { class: "dim" }, h("a", { href: toStep }, `${run.name}, ${split === "val" ? "validation after step" : "step"} ${step}`), ` · group ${(data.groups_before + at + 1).toLocaleString("en")} of ${data.of_groups.toLocaleString("en")}`),
         h("h1", { style: { "margin-bottom": ".75rem" } }, `Sample ${(sample.index ?? row - group.row) + 1} of ${group.rows}`)),
       h("div", { class: "row" },
         h("button", { type: "button", disabled: row <= 0, onclick: () => ctx.go(link(row - 1)) }, "← ", h("kbd", {}, "k")),
-        h("button", { type: "button", disabled: row >= data.samples.length - 1, onclick: () => ctx.go(link(row + 1)) }, h("kbd", {}, "j"), " →"))),
+        h("button", { type: "button", disabled: row >= data.of_samples - 1, onclick: () => ctx.go(link(row + 1)) }, h("kbd", {}, "j"), " →"))),
     h("div", { class: "sample" },
       h("div", {}, promptPart(sample), responsePart(sample), truthPart(sample), tokensPart(run, sample), scoredPart(run, sample)),
       h("aside", {}, rewardCard(run, sample, group), groupCard(group, mates, row, view), factsCard(sample), elsewhereCard(ctx, run, sample))));
-  const move = (to) => to >= 0 && to < data.samples.length && ctx.go(link(to));
-  const at = data.groups.indexOf(group);
+  const move = (to) => to >= 0 && to < data.of_samples && ctx.go(link(to));
   return {
     element, run, title: `sample ${row} of step ${step}, ${run.name}`,
-    keys: { j: () => move(row + 1), k: () => move(row - 1), J: () => data.groups[at + 1] && move(data.groups[at + 1].row), K: () => data.groups[at - 1] && move(data.groups[at - 1].row), u: () => ctx.go(`#/step/${encodeURIComponent(run.name)}/${split}/${step}`) },
+    keys: { j: () => move(row + 1), k: () => move(row - 1), J: () => move(group.row + group.rows), K: () => move(data.groups[at - 1]?.row ?? group.row - 1), u: () => ctx.go(toStep) },
   };
 }
 
@@ -93,13 +91,15 @@ function traceOf(trace) {
 }
 
 function rewardCard(run, sample, group) {
-  const failed = sample.reward === null;
+  const missing = sample.reward === null, failed = missing && Boolean(sample.failure);
+  // A run's advantages are per token: this is their mean.
+  const what = run.kind === "run" ? "advantage, mean over its tokens " : "advantage ";
   return h("div", { class: "card" }, h("h3", {}, "Reward"),
-    h("div", { class: "row", style: { "align-items": "baseline" } }, h("b", { style: { "font-size": "var(--t4)" } }, failed ? h("span", { class: "bad" }, "none") : number(sample.reward)),
-      sample.advantage !== null ? h("span", { class: "dim" }, "advantage ", h("b", { class: sample.advantage > 0 ? "good" : sample.advantage < 0 ? "bad" : "" }, (sample.advantage > 0 ? "+" : "") + number(sample.advantage))) : null),
-    failed ? h("p", { class: "notice error text" }, visible(sample.failure || "no reward")) : null,
+    h("div", { class: "row", style: { "align-items": "baseline" } }, h("b", { style: { "font-size": "var(--t4)" } }, missing ? h("span", { class: failed ? "bad" : "dim" }, failed ? "none" : "–") : number(sample.reward)),
+      sample.advantage !== null ? h("span", { class: "dim", title: "how much better it was than expected: the policy is moved towards it if positive, away from it if negative" }, what, h("b", { class: sample.advantage > 0 ? "good" : sample.advantage < 0 ? "bad" : "" }, (sample.advantage > 0 ? "+" : "") + number(sample.advantage))) : null),
+    failed ? h("p", { class: "notice error text" }, visible(sample.failure)) : missing ? h("p", { class: "dim" }, run.kind === "run" ? "No reward applies to it." : "The total was not recorded.") : null,
     formula(run, sample),
-    group.rows > 1 && !failed ? h("p", { class: "small dim" }, `Its group: mean ${number(group.mean)}, standard deviation ${number(group.std)}.${group.signal ? "" : " All are equal: no signal, so it does not move the policy."}`) : null);
+    group.rows > 1 && !missing ? h("p", { class: "small dim" }, `Its group: mean ${number(group.mean)}, standard deviation ${number(group.std)}.${group.signal !== false ? "" : " All are equal: no signal, so it does not move the policy."}`) : null);
 }
 
 // total = weight · x, combined in the order of the recipe
@@ -124,7 +124,12 @@ function formula(run, sample) {
 
 function groupCard(group, mates, row, view) {
   return h("div", { class: "card" }, h("h3", {}, "Its group"), h("div", { class: "mates" }, mates.map((x) => h("a", { href: view.link(x.row), "aria-current": String(x.row === row) },
-    h("span", { class: `cell${x.reward === undefined ? " failed" : ""}`, style: { background: x.reward === undefined ? "" : rewardColour(x.reward, view.low, view.high) } }), h("span", { class: "num" }, x.reward === undefined ? "failed" : number(x.reward, 3)), h("span", { class: "text", dir: "auto" }, visible(x.text))))));
+    square(x, view.scale), h("span", { class: "num" }, x.failure && x.reward === undefined ? "failed" : number(x[view.scale.name], 3)), h("span", { class: "text", dir: "auto" }, visible(x.text))))));
+}
+
+function square(x, { name, low, high }) {
+  const kind = x[name] !== undefined ? "" : x.failure ? " failed" : " unknown";
+  return h("span", { class: `cell${kind}`, style: kind ? {} : { background: rewardColour(x[name], low, high) } });
 }
 
 function factsCard(sample) {

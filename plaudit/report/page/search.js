@@ -3,9 +3,11 @@
 import { h, number, plural, visible } from "./dom.js";
 import { get, isFile, embeddedSamples } from "./data.js";
 
+const HITS = 200;
+
 export async function searchPage(ctx, [name], query) {
   const run = ctx.run(name);
-  const results = h("div", {}), status = h("p", { class: "dim" }), more = h("button", { type: "button", hidden: true }, "search older steps");
+  const results = h("div", {}), status = h("p", { class: "dim" }), more = h("button", { type: "button", hidden: true });
   const field = (key, attributes, ...children) => h(attributes.options ? "select" : "input", { name: key, value: query.get(key) ?? "", ...attributes, options: null }, ...children);
   const option = (key) => ([value, text]) => h("option", { value, selected: (query.get(key) ?? "") === value }, text);
   const text = field("text", { type: "search", placeholder: "text in a response", "aria-label": "text in a response", autocomplete: "off" });
@@ -14,22 +16,23 @@ export async function searchPage(ctx, [name], query) {
     h("div", { class: "row" },
       h("label", {}, "in ", field("split", { options: true }, [["train", "training"], ["val", "validation"]].map(option("split")))),
       h("label", {}, "reward from ", field("least", { type: "number", step: "any" })), h("label", {}, "to ", field("greatest", { type: "number", step: "any" })),
-      h("label", {}, "that ", field("failure", { options: true }, [["", "any sample"], ["any", "a reward failed"], ["malformed", "malformed"], ["truncated", "truncated"], ["timeout", "failed: timeout"], ["exception", "failed: exception"], ["unreadable", "failed: unreadable"]].map(option("failure")))),
+      h("label", {}, "show ", field("failure", { options: true }, [["", "all samples"], ["any", "a reward failed"], ["malformed", "malformed"], ["truncated", "truncated"], ["timeout", "failed: timeout"], ["exception", "failed: exception"], ["unreadable", "failed: unreadable"]].map(option("failure")))),
       h("label", {}, "data source ", field("data_source", { type: "text", size: 14 })), h("label", {}, "step ", field("step", { type: "number", min: 0 }))));
-  let before = null, total = 0, searched = 0;
+  let next = {}, total = 0, searched = 0, unreadable = 0;
   const search = async () => {
     more.hidden = true;
     status.textContent = "searching …";
-    const parameters = new URLSearchParams(query);
-    if (before !== null) parameters.set("before", before);
-    const answer = isFile ? await searchFile(run, query) : await get(`runs/${run.id}/search?${parameters}`);
+    const parameters = new URLSearchParams({ ...Object.fromEntries(query), ...next });
+    const answer = isFile ? await searchFile(run, parameters) : await get(`runs/${run.id}/search?${parameters}`);
     results.append(...answer.hits.map((hit) => hitLine(run, hit)));
     total += answer.hits.length;
     searched += answer.searched;
-    before = answer.before;
-    more.hidden = before === null;
-    status.textContent = `${plural(total, "sample")} in ${plural(searched, "step")}, newest first${before === null ? "" : `; ${plural(answer.left, "older step")} not searched yet`}.`;
-    if (before !== null && total === 0 && results.isConnected) await search();
+    unreadable += answer.unreadable;
+    next = answer.next;
+    more.hidden = next === null;
+    more.textContent = answer.more ? `show ${Math.min(answer.more, HITS)} more` : "search older steps";
+    status.textContent = foundLine(total, answer, searched, unreadable);
+    if (next !== null && total === 0 && results.isConnected) await search();
   };
   const report = () => search().catch((error) => { status.textContent = ""; results.append(h("p", { class: "notice error" }, error.message)); });
   more.addEventListener("click", report);
@@ -38,6 +41,13 @@ export async function searchPage(ctx, [name], query) {
     element: h("div", {}, h("div", { class: "dim" }, run.name), h("h1", {}, "Search"), form, status, results, more),
     shown() { text.focus(); if ([...query.keys()].length) report(); else status.textContent = "Finds text in responses, ignoring case. Without text, the filters alone."; },
   };
+}
+
+// "The first 200 of 1,234 samples in 3 steps, newest first; 40 older steps are not searched yet."
+function foundLine(total, { more, left }, searched, unreadable) {
+  const found = more ? `The first ${total.toLocaleString("en")} of ${plural(total + more, "sample")}` : plural(total, "sample");
+  const open = left ? `; ${plural(left, "older step")} ${left === 1 ? "is" : "are"} not searched yet` : "";
+  return `${found} in ${plural(searched + (more ? 1 : 0), "step")}, newest first${open}.${unreadable ? ` ${plural(unreadable, "step")} could not be read.` : ""}`;
 }
 
 function asQuery(form) {
@@ -49,7 +59,7 @@ function asQuery(form) {
 
 function hitLine(run, hit) {
   return h("a", { class: "hit", href: `#/sample/${encodeURIComponent(run.name)}/${hit.split}/${hit.step}/${hit.row}` },
-    h("div", { class: "row small dim", style: { gap: ".2rem 1rem" } }, h("b", {}, `${hit.split === "val" ? "validation after step" : "step"} ${hit.step}`), h("span", {}, hit.reward === null || hit.reward === undefined ? h("span", { class: "bad" }, "failed") : `reward ${number(hit.reward)}`), hit.data_source ? h("span", {}, visible(hit.data_source)) : null, hit.malformed ? h("span", { class: "warn" }, "malformed") : null, hit.status === "truncated" ? h("span", { class: "warn" }, "truncated") : null, hit.failure ? h("span", { class: "bad" }, visible(hit.failure).slice(0, 120)) : null),
+    h("div", { class: "row small dim", style: { gap: ".2rem 1rem" } }, h("b", {}, `${hit.split === "val" ? "validation after step" : "step"} ${hit.step}`), h("span", {}, hit.reward === null || hit.reward === undefined ? "no reward" : `reward ${number(hit.reward)}`), hit.data_source ? h("span", {}, visible(hit.data_source)) : null, hit.malformed ? h("span", { class: "warn" }, "malformed") : null, hit.status === "truncated" ? h("span", { class: "warn" }, "truncated") : null, hit.failure ? h("span", { class: "bad" }, visible(hit.failure).slice(0, 120)) : null),
     h("div", { class: "text", dir: "auto" }, visible(hit.before), hit.found ? h("mark", {}, visible(hit.found)) : null, visible(hit.after)));
 }
 
@@ -71,7 +81,7 @@ async function searchFile(run, query) {
     if (!found) continue;
     const end = found.index + found[0].length;
     hits.push({ ...sample, before: sample.response.slice(Math.max(0, found.index - 80), found.index), found: found[0], after: sample.response.slice(end, end + 160) });
-    if (hits.length >= 300) break;
   }
-  return { hits, searched: new Set(samples.map((one) => one.step)).size, left: 0, before: null };
+  const from = Number(query.get("from") || 0), more = Math.max(0, hits.length - from - HITS);
+  return { hits: hits.slice(from, from + HITS), searched: (from ? 0 : new Set(samples.map((one) => one.step)).size - 1) + (more ? 0 : 1), left: 0, more, unreadable: 0, next: more ? { from: from + HITS } : null };
 }
