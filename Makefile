@@ -77,11 +77,12 @@ test: .venv/dev-installed
 	$(if $(ARGS),,$(BIN)/pytest $(QUICK))
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow" $(if $(ARGS),,$(addprefix --ignore=,$(QUICK))) $(ARGS)
 
-# Lint and the installs take one core each, the longest first. The slow tests of a file (vLLM's) run one after another.
+# Lint and the installs take one core each, the longest first. The slow tests of a file (vLLM's) run one after another,
+# the files in the order of tests/conftest.py.
 test-all: test
 	$(MAKE) .venv/docs-installed
 	$(MAKE) -j 2 .venv-vllm/installed lint docs .venv-trl/installed .venv-verl/installed .venv-rewardbench/installed
-	$(BIN)/pytest -n 2 --dist loadfile -m slow $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 lint: .venv/dev-installed
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ import pytest
 gc.disable()  # until the first test: nothing that is imported is garbage (see `fast_gc`)
 pytest.register_assert_rewrite("support")
 from support.models import KINDS  # noqa: E402
-from support.paths import REPOSITORY  # noqa: E402
+from support.paths import REPOSITORY, TESTS  # noqa: E402
 from support.processes import Command  # noqa: E402
 from support.rows import arithmetic_rows, pair_rows, prompt_rows, write_jsonl  # noqa: E402
 
@@ -112,6 +112,19 @@ def ctrl_c_interrupts():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONGEST = [
+    TESTS / file
+    for file in (
+        "reward_models/test_vllm.py", "cluster/test_ray.py", "test_pipelines_maths.py", "test_docs_commands.py",
+        "cluster/test_failures.py", "rollout/native/test_kernels.py", "loops/test_demo.py", "loops/test_parity_trl.py",
+        "loops/test_rl_vllm.py", "rollout/test_vllm_lora.py", "adapters/test_adapters.py", "test_pipelines.py",
+        "prepare/test_ranking.py", "loops/test_chain.py", "rollout/native/test_kernels_compile.py", "loops/test_smollm2.py",
+        "viewing/test_browser.py", "rollout/test_vllm_engine.py",
+    )
+]  # fmt: skip
+"""Files whose slow tests take a minute or more. They are run first: at the end, one of them would leave the other worker idle."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are shuffled, and before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a grid, a few cases spread over it stay in the core suite, the others are slow tests. These get a longer timeout."""
@@ -130,6 +143,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1200))
+    place = {file: i for i, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)) if item.get_closest_marker("slow") else len(place))
 
 
 @pytest.fixture(autouse=True)

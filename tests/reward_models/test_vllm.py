@@ -400,7 +400,8 @@ def scoring(models, tmp_path) -> Iterator[Scoring]:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{**row, "extra_info": {"round": i}} for i in range(ROUNDS) for row in ROWS])
     command = [sys.executable, "-m", "plaudit", "score", recipe, rows, "--out", tmp_path / "scored.jsonl"]
     log = tmp_path / "log"
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "VLLM_API_KEY": KEY}
+    search = os.pathsep.join(filter(None, (ENVIRONMENT["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": search, "VLLM_API_KEY": KEY}
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=REPOSITORY)
     yield Scoring(process, tmp_path / "scored.jsonl", log, port)
