@@ -1,115 +1,281 @@
-"""Whole GRPO steps on one GPU: full training and LoRA, seconds by phase, memory, and mismatch between sampler and trainer.
+"""Whole training steps on one GPU, next to TRL with vLLM: seconds by phase, memory, tokens/s and model FLOPs.
 
-    python bench/gpu_step.py                                     # 0.5B and 1.5B, full and LoRA
-    python bench/gpu_step.py --cases "7B LoRA" --steps 5
-    python bench/gpu_step.py --device cpu --tiny                 # smoke test; its numbers mean nothing
+    python bench/gpu_step.py                                            # GRPO, SFT and DPO steps of 0.5B and 1.5B, full training
+    python bench/gpu_step.py --sections grpo --sizes 0.5B,1.5B,7B --lora --no-full
+    python bench/gpu_step.py --sections long --sizes 1.5B --systems plaudit --set train.tokens_per_micro_batch=32768
+    python bench/gpu_step.py --table runs/gpu_step/steps.jsonl          # the table again, without a GPU
+    python bench/gpu_step.py --device cpu --tiny --out /tmp/steps       # smoke test; its numbers mean nothing
 
-Random weights of Qwen2.5 shapes in bf16, 64 prompts of 256 tokens × 8 samples × 512 new tokens, random rewards, one update a step.
-Every case runs in a process of its own: the median of --steps steps after two to warm up, lowest and highest. "peft" computes the
-adapters with peft's own modules, as layers that cannot be merged do.
+Random weights of Qwen2.5 shapes in bf16, one update a step, the same tokens for every system (counted by each, and compared).
+
+    grpo        64 prompts of 256 tokens × 8 samples × 512 new tokens, all of full length; random rewards, no KL
+    long        32 prompts of 1,600 tokens × 8 given responses of 512 tokens: the update alone
+    sft         32 rows of 2,048 tokens each: no padding anywhere
+    sft-mixed   64 rows of 64 to 2,048 tokens (log-uniform): plaudit packs; TRL pads rows sorted by length, or lays them end to end
+    dpo         32 pairs, prompts of 256 tokens and answers of 512; the reference's log-probs are computed before the first step
+
+    plaudit          as its commands train: fp32 master weights and moments, run.deterministic; 7B full: `optim.placement: offload`
+                     and checkpointing. --set changes the recipe (and makes a row of its own).
+    trl              TRL's trainers with bf16 weights and moments (--trl-dtype float32: its default, slower), fused AdamW, Liger's
+                     kernels if liger_kernel is installed, vLLM in the trainer's process on as much memory as it needs; the rows per
+                     pass, and whether to checkpoint, by a search. --trl-set changes the trainer's arguments.
+    trl-uncorrected  GRPO without TRL's correction for vLLM's log-probs: one forward pass less
+    trl-sleep        GRPO with vLLM asleep while training
+
+Every system, section and size runs in a process of its own with a time limit (--timeout). Each step is appended to
+OUT/steps.jsonl when it ends, so that an interrupted run loses nothing; output is in OUT/logs. A process that runs out of memory
+is started again with half of the rows per pass (TRL) or with checkpointing (plaudit).
 """
 
 import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+from gpu_rollout import VLLM_ENVIRONMENT, follow
+from rollout_cpu import VLLM_EAGER
+from rollout_work import FULL, SHAPES, TINY, config_of
+from step_work import PEAK_FLOPS, SECTIONS, TINY_SECTIONS, append, as_setting, lengths_of, update_flops
 
-SIZES = ("0.5B", "1.5B", "7B")
-CASES = [f"{size} {kind}" for size in SIZES for kind in ("full", "LoRA", "LoRA by peft")]
-DEFAULT = [case for case in CASES if not case.startswith("7B")]
-CHECKPOINTED = {"7B LoRA", "7B LoRA by peft", "7B full"}
+REPOSITORY = Path(__file__).resolve().parent.parent
+SYSTEMS = ("plaudit", "trl", "trl-uncorrected", "trl-sleep")
+SAMPLING_ONLY = ("trl-uncorrected", "trl-sleep")
+OUT_OF_MEMORY, SMALLEST_BATCH = "out of memory", 4
+PHASES = {"step_s": "s a step", "sample_s": "sampling", "score_s": "scoring", "logprobs_s": "old log-probs", "update_s": "update",
+          "optimiser_s": "of it optimiser", "sync_s": "new weights"}  # fmt: skip
 
 
-def run_case(case: str, device: str, tiny: bool, steps: int) -> dict[str, Any]:
-    import torch
-    from native_rollout import build, forget_peak, grid_prompts, memory, requests_of, scored, synchronize
-    from rollout_work import FULL, TINY
+# Processes ------------------------------------------------------------------------------------------------------------
 
-    from plaudit.models.checkpointing import checkpoint_layers
-    from plaudit.models.fused import merge_adapters
-    from plaudit.models.lora import attach_lora
-    from plaudit.models.merged import has_merged
-    from plaudit.models.trainable import TrainableModel
-    from plaudit.recipe import LoraSettings, RLRecipe
-    from plaudit.rl.learner import Learner
-    from plaudit.rollout.engine import Sampling
-    from plaudit.rollout.native.engine import NativeEngine
-    from plaudit.world import World
 
-    size, _, kind = case.partition(" ")
-    work = TINY if tiny else FULL
-    prompts, n, prompt_tokens, new_tokens = (4, 2, 16, 16) if tiny else (64, 8, 256, 512)
-    model = build(size, work, device, training=True)
-    lora = None if kind == "full" else LoraSettings(rank=16)
-    peft = attach_lora(model, lora, 0) if lora is not None else None
-    if kind == "LoRA":
-        merge_adapters(model)
-        assert tiny or has_merged(model)
-    recipe = RLRecipe.model_validate(
-        {
-            "model": {"path": size, "gradient_checkpointing": case in CHECKPOINTED, "lora": lora and lora.model_dump()},
-            "data": {"train": "none"},
-            "rollout": {"n": n, "max_new_tokens": new_tokens},
-            "rewards": [{"kind": "exact"}],
-            "optim": {"lr": 1e-6 if lora is None else 1e-4},
-            "train": {"prompts_per_step": prompts, "tokens_per_micro_batch": work.tokens_per_micro_batch},
-            "run": {"dir": "none"},
-        }
+def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
+    kinds = ([] if args.no_full else ["full"]) + (["lora"] if args.lora else [])
+    return [
+        {"section": section, "size": size, "kind": kind, "system": system}
+        for section in args.sections
+        for size in args.sizes
+        for kind in kinds
+        for system in args.systems
+        if system not in SAMPLING_ONLY or (SECTIONS[section].stage == "rl" and SECTIONS[section].samples)
+    ]
+
+
+def environment_of(args: argparse.Namespace, system: str) -> dict[str, str]:
+    environment = {**os.environ, **VLLM_ENVIRONMENT, **(VLLM_EAGER if args.device == "cpu" else {}), "PYTHONUNBUFFERED": "1"}
+    paths = [str(REPOSITORY), environment.get("PYTHONPATH", "")]
+    if system != "plaudit" and args.trl_path:
+        paths.insert(0, str(args.trl_path))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if system != "trl-sleep":  # vLLM cannot sleep in expandable segments
+        environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    return environment
+
+
+def measure(args: argparse.Namespace, job: dict[str, Any]) -> None:
+    """Run one system; out of memory, again with smaller settings."""
+    checkpoint, max_batch = False, 1 << 30
+    while (failure := attempt(args, job, checkpoint, max_batch)) is not None:
+        lines = read(args.results)[failure["run"]]
+        if not any(line.get("error") == OUT_OF_MEMORY for line in lines):
+            return
+        if job["system"] == "plaudit" and not checkpoint:
+            checkpoint = True
+        elif (batch := chosen_batch(lines)) is not None and batch > SMALLEST_BATCH:
+            max_batch = batch // 2
+        else:
+            return
+
+
+def chosen_batch(lines: list[dict]) -> int | None:
+    """Rows per pass of a run of TRL."""
+    chosen = [line["settings"].get("chosen") for line in lines if line["line"] == "settings"]
+    return int(chosen[0].split()[0]) if chosen and chosen[0] else None
+
+
+def attempt(args: argparse.Namespace, job: dict[str, Any], checkpoint: bool, max_batch: int) -> dict[str, Any] | None:
+    """One process; returns its job if it failed."""
+    overrides = args.set if job["system"] == "plaudit" else args.trl_set
+    case = [job["section"], job["size"], job["kind"], job["system"], *overrides]
+    run = f"{'/'.join(case)} {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    job = {
+        **job, "run": run, "results": str(args.results), "began": time.time(), "device": args.device, "tiny": args.tiny,
+        "steps": args.steps, "warm_up": args.warm_up, "checkpoint": checkpoint, "max_batch": max_batch, "set": args.set,
+        "trl_set": args.trl_set, "trl_dtype": args.trl_dtype,
+    }  # fmt: skip
+    append(args.results, {"run": run, "line": "job", **job})
+    print(f"{run}{' with checkpointing' if checkpoint else ''}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "job.json"
+        file.write_text(json.dumps(job))
+        side = "plaudit" if job["system"] == "plaudit" else "trl"
+        python = sys.executable if side == "plaudit" else str(args.trl_python)
+        command = [python, str(Path(__file__).with_name(f"step_{side}.py")), str(file)]
+        log = args.out / "logs" / ("-".join(case).replace("/", "_").replace("=", "_") + ".log")
+        failure = follow(command, environment_of(args, job["system"]), log, args.timeout, lambda: ended(args.results, run))
+    lines = read(args.results)[run]
+    if failure is not None and not any("error" in line for line in lines):
+        append(args.results, {"run": run, "line": "failed", "error": failure})
+    print(f"  {failure or line_of(lines)}; {time.time() - job['began']:.0f} s", flush=True)
+    return job if failure is not None else None
+
+
+def ended(results: Path, run: str) -> bool:
+    with results.open("rb") as file:
+        file.seek(max(0, results.stat().st_size - 4096))
+        last = file.read().decode(errors="replace").splitlines()[-1:]
+    return bool(last) and f'"run": {json.dumps(run)}, "line": "end"' in last[0]
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def read(results: Path) -> dict[str, list[dict]]:
+    """Lines by run, in order; a line that was cut off is left out."""
+    runs: dict[str, list[dict]] = {}
+    for text in results.read_text().splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        runs.setdefault(line["run"], []).append(line)
+    return runs
+
+
+def latest(runs: dict[str, list[dict]]) -> list[list[dict]]:
+    """The last run of each case that has any step, else its last one."""
+    cases: dict[str, list[dict]] = {}
+    for run, lines in runs.items():
+        case = run.rsplit(" ", 2)[0]
+        if any(line["line"] == "step" for line in lines) or not any(line["line"] == "step" for line in cases.get(case, ())):
+            cases[case] = lines
+    return list(cases.values())
+
+
+def measured(lines: list[dict]) -> list[dict]:
+    return [line for line in lines if line["line"] == "step"]
+
+
+def line_of(lines: list[dict]) -> str:
+    steps = measured(lines)
+    return f"{spread([step['step_s'] for step in steps])} s a step" if steps else "no step"
+
+
+def spread(values: list[float]) -> str:
+    digits = 2 if min(values) >= 0.1 else 3
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+
+
+def table(results: Path) -> str:
+    rows, notes, counted = [], [], {}
+    for lines in latest(read(results)):
+        job, steps = lines[0], measured(lines)
+        case = [job["section"], job["size"], "LoRA" if job["kind"] == "lora" else "full"]
+        overrides = job["set"] if job["system"] == "plaudit" else job["trl_set"]
+        name = [*case, " ".join([job["system"], *overrides])]
+        error = next((line["error"] for line in lines if "error" in line), None)
+        settings = next((line for line in lines if line["line"] == "settings"), None)
+        if settings is not None:
+            notes.append(
+                f"{' '.join(name)}: {settings['about']}; {shown(settings['settings'])}; {settings['start_s']:.0f} s to start"
+            )
+        if not steps:
+            rows.append([*name, (error or "no step")[:150], *[""] * (len(HEADER) - 5)])
+            continue
+        peak = next((line["memory"] for line in lines if line["line"] == "end"), {})
+        times = [[step[phase] for step in steps if phase in step] for phase in PHASES]
+        cells = [spread(seconds) if any(seconds) else "" for seconds in times]
+        gb = [f"{peak[name]:.1f}" if name in peak else "" for name in ("allocated", "reserved", "driver")]
+        rows.append([*name, *cells, *rates(job, steps), *gb, f"{len(steps)}{': ' + error[:150] if error else ''}"])
+        tokens = [(int(step["tokens"]), int(step["targets"])) for step in steps]
+        counted.setdefault("/".join(case), {})[job["system"]] = (tokens, sum(step.get("padded", step["tokens"]) for step in steps))
+    lines = [f"| {' | '.join(row)} |" for row in [HEADER, ["---"] * len(HEADER), *rows]]
+    return "\n".join([*lines, "", *map(same_work, counted, counted.values()), "", *notes])
+
+
+HEADER = ["section", "size", "kind", "system", *PHASES.values(), "tokens/s", "TFLOP/s of the update", "of the peak",
+          "GB allocated", "GB reserved", "GB in use at the end", "steps"]  # fmt: skip
+
+
+def rates(job: dict, steps: list[dict]) -> list[str]:
+    """Tokens per second of the whole step, and model FLOPs per second of the update."""
+    work = (TINY_SECTIONS if job["tiny"] else SECTIONS)[job["section"]]
+    config = config_of(job["size"], TINY if job["tiny"] else FULL)
+    tokens = statistics.median(step["tokens"] / step["step_s"] for step in steps)
+    flops = statistics.median(
+        update_flops(config, *lengths_of(work, step["number"]), lora=job["kind"] == "lora") / step["update_s"] for step in steps
     )
-    checkpoint_layers(model, recipe.model)
-    policy, world = TrainableModel(model, None, lora, peft), World.alone(model.device)  # pyright: ignore
-    learner = Learner(policy, recipe, total_steps=2 + steps, world=world)
-    engine = NativeEngine(model, None, max_sequences=work.max_sequences)
-    rows = []
-    import time
+    return [f"{tokens:,.0f}", f"{flops / 1e12:.0f}", f"{100 * flops / PEAK_FLOPS:.0f} %"]
 
-    forget_peak()
-    for step in range(2 + steps):
-        requests = requests_of(grid_prompts(model.config.vocab_size, prompts, prompt_tokens, seed=step), n)
-        synchronize()
-        began = time.perf_counter()
-        samples = list(engine.generate(requests, Sampling(new_tokens, seed=0, step=step)))
-        synchronize()
-        sampled = time.perf_counter()
-        metrics = learner.learn(scored(requests, samples, seed=step), step=step + 1)
-        synchronize()
-        trained = time.perf_counter()
-        engine.sync(step + 1, learner.weights())
-        found = {"sample_s": sampled - began, "update_s": trained - sampled, "step_s": trained - began}
-        rows.append(found | {name: metrics[name] for name in ("mismatch", "grad_norm")})
-        print(f"{case}: {rows[-1]}", file=sys.stderr, flush=True)
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    return {"case": case, "device": name, "torch": torch.__version__, "rows": rows[2:], "memory": memory()}
+
+def same_work(case: str, systems: dict[str, tuple[list[tuple[int, int]], float]]) -> str:
+    """Whether all systems trained on the same number of tokens, step by step."""
+    counts = {system: dict(enumerate(tokens)) for system, (tokens, _) in systems.items()}
+    shared = min(map(len, counts.values()))
+    firsts = [[tokens[i] for i in range(shared)] for tokens in counts.values()]
+    verdict = "the same tokens" if all(first == firsts[0] for first in firsts) else "NOT THE SAME TOKENS"
+    tokens, targets = firsts[0][0]
+    padded = ", ".join(f"{system} {padded / sum(t for t, _ in of):.3f}" for system, (of, padded) in systems.items())
+    return f"{case}: {verdict}: {tokens:,} in the first step, {targets:,} of them in the loss; computed, with padding: {padded}"
+
+
+def shown(settings: dict) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in settings.items() if name != "searched")
+
+
+# Command line ---------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--cases", nargs="+", choices=CASES, default=DEFAULT)
-    options.add_argument("--steps", type=int, default=5)
-    options.add_argument("--device", default="cuda")
-    options.add_argument("--tiny", action="store_true")
-    options.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    given = options.parse_args()
-    if given.one:
-        print(json.dumps(run_case(given.cases[0], given.device, given.tiny, given.steps)))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", type=names_of(SECTIONS), default=["grpo", "sft", "dpo"], help=", ".join(SECTIONS))
+    parser.add_argument("--sizes", type=names_of(SHAPES), default=["0.5B", "1.5B"], help=", ".join(SHAPES))
+    parser.add_argument("--systems", type=names_of(SYSTEMS), default=list(SYSTEMS[:3]), help=", ".join(SYSTEMS))
+    parser.add_argument("--lora", action="store_true", help="also LoRA of rank 16 on all linear layers")
+    parser.add_argument("--no-full", action="store_true", help="no full training")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps (default 5)")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before these (default 2)")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.NAME=VALUE", help="override of plaudit's recipe")
+    parser.add_argument("--trl-set", action="append", default=[], metavar="NAME=VALUE", help="argument of TRL's trainer")
+    parser.add_argument("--trl-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of TRL's weights")
+    parser.add_argument("--trl-python", type=Path, default=Path(sys.executable), help="the Python that has TRL and vLLM")
+    parser.add_argument("--trl-path", type=Path, help="a folder of unpacked wheels for TRL's processes")
+    parser.add_argument("--timeout", type=float, default=400.0, help="seconds for each process (default 400)")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="a smoke test with tiny models")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_step"))
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of this file and end")
+    args = parser.parse_args()
+    if args.table is not None:
+        print(table(args.table))
         return
-    print("| | s a step | sampling | update | peak GB | mismatch |\n| --- | --- | --- | --- | --- | --- |", flush=True)
-    for case in given.cases:
-        command = [sys.executable, __file__, "--one", "--cases", case, "--steps", str(given.steps), "--device", given.device]
-        ended = subprocess.run([*command, *(["--tiny"] if given.tiny else [])], stdout=subprocess.PIPE, text=True)
-        if ended.returncode:
-            print(f"| {case} | failed with {ended.returncode} | | | | |", flush=True)
-            continue
-        found = json.loads(ended.stdout.splitlines()[-1])
-        columns = [[row[name] for row in found["rows"]] for name in ("step_s", "sample_s", "update_s")]
-        times = " | ".join(f"{statistics.median(one):.2f} ({min(one):.2f}–{max(one):.2f})" for one in columns)
-        mismatch = statistics.median(row["mismatch"] for row in found["rows"])
-        print(f"| {case} | {times} | {found['memory']['peak']:.1f} | {mismatch:.1e} |", flush=True)
+    for one in args.trl_set:
+        try:
+            as_setting(one)
+        except ValueError as error:
+            parser.error(f"--trl-set: {error}")
+    args.results = args.out / "steps.jsonl"
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    if not (planned := jobs(args)):
+        parser.error("nothing to measure: --no-full needs --lora")
+    for job in planned:
+        measure(args, job)
+    print(table(args.results))
+
+
+def names_of(known: Any):
+    def names(text: str) -> list[str]:
+        found = text.split(",")
+        for name in found:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+        return found
+
+    return names
 
 
 if __name__ == "__main__":

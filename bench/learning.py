@@ -1,0 +1,266 @@
+"""Validation reward against training time: plaudit next to TRL with vLLM, the same model, rows, rewards and hyper-parameters.
+
+    plaudit prepare smollm2 --out models/smollm2
+    python bench/learning.py --model models/smollm2               # SmolLM2-135M on arithmetic, three seeds each
+    python bench/learning.py                                      # the demo's model, made here, on sorting letters
+    python bench/learning.py --draw runs/learning/learning.jsonl  # table and picture again
+    python bench/learning.py --device cpu --tiny --out /tmp/l     # smoke test; its numbers mean nothing
+
+GRPO: the loss averaged over all tokens of a step, one update a step, advantages divided by the group's standard deviation, no KL,
+constant learning rate, AdamW without weight decay, gradients scaled to a norm of 1. plaudit has bf16 weights with fp32 masters, TRL
+fp32 weights with bf16 autocast, its default; TRL also corrects for vLLM's log-probs, as it does by default. Each system orders the
+prompts by its own seed. Validation: the same rows, four samples each at temperature 1, scored by the same rewards (TRL calls
+plaudit's).
+
+Time is that of training steps, sampling and handing over weights included, validation and start-up excluded; the table has these,
+too. A run ends after --steps or --seconds. The picture: means over the seeds, and the range between the lowest and the highest, up
+to the time when the first of them ended. Validations are appended to OUT/learning.jsonl as they come.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+from gpu_rollout import VLLM_ENVIRONMENT, follow
+from rollout_cpu import VLLM_EAGER
+from step_work import append
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SYSTEMS = {"plaudit": "plaudit", "trl": "TRL with vLLM"}
+COLOURS = {"plaudit": "tab:blue", "trl": "tab:orange"}
+TASKS: dict[str, dict[str, Any]] = {
+    "arithmetic": {
+        "rewards": [{"kind": "function", "path": str(REPOSITORY / "recipes/smollm2/reward.py")}],
+        "prompts": 32, "n": 16, "new_tokens": 24, "lr": 1e-5, "val_prompts": 250,
+    },
+    "sorting": {"rewards": [{"kind": "exact"}], "prompts": 32, "n": 8, "new_tokens": 16, "lr": 3e-4, "val_prompts": 200},
+}  # fmt: skip
+
+
+# Model and rows -------------------------------------------------------------------------------------------------------
+
+
+def prepare(args: argparse.Namespace) -> dict[str, Any]:
+    """The task with its files: rows, rewards, and the model that every run starts from."""
+    name, out = "arithmetic" if args.model else "sorting", args.out
+    task = {**TASKS[name], "name": name, "val_n": 4, "steps": args.steps, "every": args.validate_every, "seconds": args.seconds}
+    if args.tiny:
+        task |= {"prompts": 4, "n": 4, "val_prompts": 8, "val_n": 2}
+    if args.model:
+        from plaudit.prepare.arithmetic import make_arithmetic
+
+        if not (out / "data").exists():
+            make_arithmetic(out / "data", train=4000, val=task["val_prompts"])
+        task |= {"model": str(args.model), "train": str(out / "data/train.parquet"), "val": str(out / "data/val.parquet")}
+    else:
+        task |= {"model": str(cold_start(args)), "train": str(out / "data/rl.jsonl"), "val": str(out / "data/val.jsonl")}
+    (out / "rewards.yaml").write_text(yaml.safe_dump({"rewards": task["rewards"]}))
+    return task
+
+
+def cold_start(args: argparse.Namespace) -> Path:
+    """The demo's model, wider so that vLLM has a kernel for its heads (of 64), after SFT on careless demonstrations."""
+    from plaudit.prepare.sorting import make_sorting
+    from plaudit.prepare.tiny_model import make_tiny_model
+
+    out, model = args.out, args.out / "sft/model"
+    if not (out / "data/val.jsonl").exists():
+        make_sorting(out / "data", demonstrations=2000, prompts=4000, val=200, letters=(3, 6), careless=0.5, seed=0)
+    if not (out / "base").exists():
+        make_tiny_model([out / "data/sft.jsonl"], out / "base", hidden_size=256, vocabulary=300)
+    if not model.exists():
+        settings = [f"model.path={out / 'base'}", f"data.train={out / 'data/sft.jsonl'}", f"run.dir={out / 'sft'}"]
+        settings += [f"run.device={args.device}", "model.dtype=float32", *(["run.max_steps=5"] if args.tiny else [])]
+        command = [sys.executable, "-m", "plaudit", "sft", str(REPOSITORY / "recipes/demo/sft.yaml"), *settings]
+        done = subprocess.run(command, env=environment_of(args), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            sys.exit(f"the cold start failed:\n{done.stdout[-2000:]}")
+    return model
+
+
+def environment_of(args: argparse.Namespace) -> dict[str, str]:
+    environment = {**os.environ, **VLLM_ENVIRONMENT, **(VLLM_EAGER if args.device == "cpu" else {}), "PYTHONUNBUFFERED": "1"}
+    paths = [str(REPOSITORY), environment.get("PYTHONPATH", "")]
+    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+# The two systems ------------------------------------------------------------------------------------------------------
+
+
+def learn_with_plaudit(args: argparse.Namespace, task: dict[str, Any], seed: int) -> None:
+    """One run of the command; its metrics have the time of every step."""
+    began, run = time.time(), args.out / f"plaudit_{seed}_{time.strftime('%H%M%S')}"
+    recipe = {
+        "stage": "rl",
+        "seed": seed,
+        "model": {"path": task["model"], "dtype": "bfloat16"},
+        "data": {"train": task["train"], "val": task["val"]},
+        "rollout": {"n": task["n"], "max_new_tokens": task["new_tokens"]},
+        "validation": {"n": task["val_n"], "temperature": 1.0, "max_prompts": task["val_prompts"]},
+        "rewards": task["rewards"],
+        "train": {"prompts_per_step": task["prompts"]},
+        "optim": {"lr": task["lr"]},
+        "run": {
+            "dir": str(run), "epochs": 100, "max_steps": task["steps"], "validate_every": task["every"], "device": args.device,
+            "save_every_minutes": None, "keep_best": False,
+        },
+    }  # fmt: skip
+    file = args.out / f"plaudit_{seed}.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    command = [sys.executable, "-m", "plaudit", "rl", str(file)]
+    failure = follow(command, environment_of(args), args.out / f"logs/plaudit_{seed}.log", args.timeout, lambda: False)
+    if failure:
+        append(args.results, {"system": "plaudit", "seed": seed, "began": began, "error": failure})
+        print(f"  FAILED: {failure}", flush=True)
+        return
+    trained, before = 0.0, 0.0
+    for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        if row["step"] == 0:
+            before = row["time/step_s"]
+        else:
+            trained += row["time/step_s"] - row.get("time/validate_s", 0.0)
+        if "val/reward" in row and trained <= task["seconds"]:
+            found = {"step": int(row["step"]), "seconds": trained, "reward": row["val/reward"], "samples": row.get("val/samples")}
+            append(args.results, {"system": "plaudit", "seed": seed, "began": began, **found})
+    whole = time.time() - began
+    # From the start of the process to the first step: what is neither a step nor a validation, the last save included.
+    append(
+        args.results, {"system": "plaudit", "seed": seed, "began": began, "whole_s": whole, "trained_s": trained, "first_s": before}
+    )
+
+
+def learn_with_trl(args: argparse.Namespace, task: dict[str, Any]) -> None:
+    """All seeds in one process, so that vLLM starts once."""
+    job = {**task, "seeds": args.seeds, "results": str(args.results), "device": args.device, "began": time.time()}
+    job |= {"rewards_file": str(args.out / "rewards.yaml"), "out": str(args.out / "trl")}
+    file = args.out / "trl.json"
+    file.write_text(json.dumps(job))
+    command = [str(args.trl_python), str(Path(__file__).with_name("learning_trl.py")), str(file)]
+    ended = f'"system": "trl", "seed": {args.seeds - 1}, "began": {json.dumps(job["began"])}, "whole_s"'
+    failure = follow(
+        command, environment_of(args), args.out / "logs/trl.log", args.timeout, lambda: ended in args.results.read_text()[-2000:]
+    )
+    if failure:
+        append(args.results, {"system": "trl", "seed": 0, "began": job["began"], "error": failure})
+        print(f"  FAILED: {failure}", flush=True)
+
+
+# Table and picture ----------------------------------------------------------------------------------------------------
+
+
+def read(results: Path) -> dict[str, dict[int, list[dict]]]:
+    """Lines of the last run of each system and seed."""
+    runs: dict[str, dict[int, list[dict]]] = {}
+    for line in map(json.loads, results.read_text().splitlines()):
+        seeds = runs.setdefault(line["system"], {})
+        if line["seed"] not in seeds or line["began"] > seeds[line["seed"]][0]["began"]:
+            seeds[line["seed"]] = []
+        seeds[line["seed"]].append(line)
+    return runs
+
+
+def validations(lines: list[dict]) -> list[dict]:
+    return [line for line in lines if "reward" in line]
+
+
+def reward_at(lines: list[dict], seconds: float) -> float:
+    """The validation reward at a time, on the straight line between the validations before and after."""
+    curve = validations(lines)
+    for earlier, later in pairwise(curve):
+        if earlier["seconds"] <= seconds <= later["seconds"]:
+            share = (seconds - earlier["seconds"]) / max(later["seconds"] - earlier["seconds"], 1e-9)
+            return earlier["reward"] + share * (later["reward"] - earlier["reward"])
+    return curve[-1]["reward"]
+
+
+def table(runs: dict[str, dict[int, list[dict]]]) -> str:
+    columns = ["system", "seed", "before", "after", "steps", "training, s", "s a step", "whole, s"]
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    for system, seeds in runs.items():
+        ends = []
+        for seed, of_run in sorted(seeds.items()):
+            curve, whole = validations(of_run), next((line["whole_s"] for line in of_run if "whole_s" in line), None)
+            if not curve:
+                lines.append(f"| {SYSTEMS[system]} | {seed} | {of_run[-1].get('error', 'nothing')[:100]} | | | | | |")
+                continue
+            first, last = curve[0], curve[-1]
+            ends.append((first["reward"], last["reward"], last["seconds"]))
+            per_step = last["seconds"] / last["step"] if last["step"] else float("nan")
+            rewards = f"{first['reward']:.3f} | {last['reward']:.3f} | {last['step']}"
+            ending = "" if whole is None else f"{whole:.0f}"
+            lines.append(f"| {SYSTEMS[system]} | {seed} | {rewards} | {last['seconds']:.1f} | {per_step:.2f} | {ending} |")
+        if len(ends) > 1:
+            means = [statistics.fmean(column) for column in zip(*ends, strict=True)]
+            spread = statistics.stdev([after for _, after, _ in ends])
+            after = f"{means[1]:.3f} ± {spread:.3f}"
+            lines.append(f"| **{SYSTEMS[system]}** | mean ± standard deviation | {means[0]:.3f} | {after} | | {means[2]:.1f} | | |")
+    return "\n".join(lines)
+
+
+def draw(runs: dict[str, dict[int, list[dict]]], file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for system, seeds in runs.items():
+        curves = [lines for lines in seeds.values() if len(validations(lines)) > 1]
+        if not curves:
+            continue
+        end = min(validations(lines)[-1]["seconds"] for lines in curves)
+        times = sorted({line["seconds"] for lines in curves for line in validations(lines) if line["seconds"] <= end})
+        values = [[reward_at(lines, seconds) for lines in curves] for seconds in times]
+        label, colour = f"{SYSTEMS[system]}, mean of {len(curves)} seeds", COLOURS[system]
+        axes.fill_between(times, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.25, linewidth=0)
+        axes.plot(times, [statistics.fmean(v) for v in values], color=colour, marker="o", markersize=3, label=label)
+    axes.set(xlabel="seconds of training, sampling included", ylabel="validation reward")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="lower right")
+    figure.savefig(file, dpi=110)
+    print(f"\n{file}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a chat model's folder: arithmetic instead of sorting")
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--validate-every", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=90.0, help="of training, after which a run of TRL ends (default 90)")
+    parser.add_argument("--timeout", type=float, default=480.0, help="seconds for each process (default 480)")
+    parser.add_argument("--trl-python", type=Path, default=Path(sys.executable), help="the Python that has TRL, vLLM and plaudit")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="a smoke test: few prompts, hardly any cold start")
+    parser.add_argument("--out", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="table and picture of these results, and end")
+    args = parser.parse_args()
+    if args.draw is None:
+        args.out = args.out.resolve()
+        args.out.mkdir(parents=True, exist_ok=True)
+        args.results = args.out / "learning.jsonl"
+        args.results.touch()
+        task = prepare(args)
+        print({name: value for name, value in task.items() if name not in ("rewards",)}, flush=True)
+        for system in args.systems:
+            began = time.time()
+            if system == "trl":
+                learn_with_trl(args, task)
+            else:
+                for seed in range(args.seeds):
+                    learn_with_plaudit(args, task, seed)
+            print(f"{SYSTEMS[system]}: {time.time() - began:.0f} s for all seeds, start-up included", flush=True)
+    runs = read(args.draw or args.results)
+    print(table(runs))
+    draw(runs, (args.draw or args.results).with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

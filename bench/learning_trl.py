@@ -1,0 +1,129 @@
+"""TRL's side of learning.py: GRPO with vLLM in the trainer's process, one seed after another, validated as plaudit's runs are.
+
+Run with a Python that has TRL, vLLM and plaudit: python bench/learning_trl.py JOB.json
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from step_work import append, now
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
+
+from plaudit.adapters.trl import reward_function
+
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # TRL sets them for vLLM; the next trainer would take them for a cluster's
+
+
+def start_vllm_once(device: str) -> None:
+    """The next seed's trainer gets the same engine: it hands over its weights before it samples."""
+    make, made = vllm_generation.LLM, []
+    eager = {"enforce_eager": True} if device == "cpu" else {}
+
+    def engine(**settings: Any) -> Any:
+        if not made:
+            made.append(make(**settings, **eager))
+        return made[0]
+
+    vllm_generation.LLM = engine
+
+
+def read_rows(file: str, limit: int | None = None) -> list[dict[str, Any]]:
+    """Prompts with their ground truth, as columns that plaudit's rewards know."""
+    if file.endswith(".parquet"):
+        rows = Dataset.from_parquet(file).to_list()
+    else:
+        rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    return [
+        {"prompt": row["prompt"], "data_source": row["data_source"], "ground_truth": row["reward_model"]["ground_truth"]}
+        for row in rows[:limit]
+    ]
+
+
+class Validation(TrainerCallback):
+    """Before the first step and every few: samples of all validation rows. Its time does not count as training."""
+
+    def __init__(self, job: dict, seed: int, rows: list[dict[str, Any]], tokenizer: Any, rewards: Any):
+        self.job, self.seed, self.rewards, self.trainer = job, seed, rewards, None
+        self.rows = [row for row in rows for _ in range(job["val_n"])]
+        self.prompts = tokenizer.apply_chat_template(
+            [row["prompt"] for row in self.rows], add_generation_prompt=True, tokenize=True, return_dict=True
+        )["input_ids"]
+        self.tokenizer, self.trained, self.resumed = tokenizer, 0.0, 0.0
+
+    def on_train_begin(self, args, state, control, **_):
+        self.validate(0)
+        self.resumed = now()
+
+    def on_step_end(self, args, state, control, **_):
+        self.trained += now() - self.resumed
+        ends = state.global_step == self.job["steps"] or self.trained > self.job["seconds"]
+        if ends or state.global_step % self.job["every"] == 0:
+            self.validate(state.global_step)
+        control.should_training_stop = ends
+        self.resumed = now()
+
+    def validate(self, step: int) -> None:
+        engine = self.trainer.vllm_generation
+        engine.sync_weights()
+        _, tokens, _, _ = engine.generate(self.prompts, None, num_generations=1)
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        columns = {name: [row[name] for row in self.rows] for name in ("data_source", "ground_truth")}
+        scores = self.rewards([row["prompt"] for row in self.rows], texts, **columns)
+        assert None not in scores, "a reward failed"
+        found = {"step": step, "seconds": self.trained, "reward": sum(scores) / len(scores), "samples": len(scores)}
+        print(f"seed {self.seed}: {found}", flush=True)
+        append(self.job["results"], {"system": "trl", "seed": self.seed, "began": self.job["began"], **found})
+
+
+def learn(job: dict, seed: int, began: float) -> None:
+    for name in RANKS:
+        os.environ.pop(name, None)
+    on_cpu, tokenizer = job["device"] == "cpu", AutoTokenizer.from_pretrained(job["model"], padding_side="left")
+    rewards = reward_function(job["rewards_file"])
+    settings = GRPOConfig(
+        output_dir=job["out"], max_steps=job["steps"], seed=seed, per_device_train_batch_size=job["prompts"] * job["n"],
+        gradient_accumulation_steps=1, num_generations=job["n"], max_completion_length=job["new_tokens"], temperature=1.0,
+        loss_type="dapo", scale_rewards="group", beta=0.0, num_iterations=1, learning_rate=job["lr"],
+        lr_scheduler_type="constant", optim="adamw_torch" if on_cpu else "adamw_torch_fused", weight_decay=0.0, max_grad_norm=1.0,
+        adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, bf16=True, gradient_checkpointing=False, use_cpu=on_cpu,
+        use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=512,
+        model_init_kwargs={"dtype": "float32"}, save_strategy="no", report_to="none", disable_tqdm=True, logging_strategy="no",
+        logging_nan_inf_filter=False,
+    )  # fmt: skip
+    validation = Validation(job, seed, read_rows(job["val"], job["val_prompts"]), tokenizer, rewards)
+    trainer = GRPOTrainer(
+        job["model"], rewards, settings, Dataset.from_list(read_rows(job["train"])), processing_class=tokenizer,
+        callbacks=[validation],
+    )  # fmt: skip
+    validation.trainer = trainer
+    if on_cpu:  # a smoke test: vLLM's build for CPUs repacks weights when it starts and takes no others
+        trainer.vllm_generation.sync_weights = lambda: None
+    ready = time.time()
+    trainer.train()
+    found = {"whole_s": time.time() - began, "trained_s": validation.trained, "first_s": ready - began}
+    append(job["results"], {"system": "trl", "seed": seed, "began": job["began"], **found})
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    start_vllm_once(job["device"])
+    began = job["began"]
+    for seed in range(job["seeds"]):
+        learn(job, seed, began)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        began = time.time()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""TRL's side of gpu_step.py, run in a separate process: steps of one section, size and kind with TRL's own trainer.
+
+Settings are searched first: a few steps with each candidate, and the fastest is measured. Random weights, so vLLM starts with
+dummy ones: TRL hands it the trainer's before it samples. A tokenizer of numbers ("17 4 803") gives both systems the same tokens.
+"""
+
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from rollout_work import config_of
+from step_work import (
+    LORA_ALPHA,
+    LORA_RANK,
+    LR,
+    Report,
+    Steps,
+    as_setting,
+    memory_gb,
+    now,
+    pairs_of,
+    prompts_of,
+    random_rewards,
+    responses_of,
+    run_job,
+    sft_rows,
+    steps_of,
+    vllm_share,
+)
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+BATCHES = (64, 32, 16, 8, 4)  # rows or pairs per pass, largest first
+SEARCHED_STEPS = 3  # of a candidate, of which the first warms up
+
+
+# Phases ---------------------------------------------------------------------------------------------------------------
+
+
+class Clock(TrainerCallback):
+    """Seconds of each step and its phases, from the end of one step to the end of the next; and how many tokens it trained on."""
+
+    def __init__(self, done: Callable[[int, dict[str, float]], None]):
+        self.done, self.phases, self.counts, self.number, self.began = done, {}, {}, 0, 0.0
+
+    def add(self, phase: str, seconds: float) -> None:
+        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+
+    def count(self, **numbers: Any) -> None:
+        """Tensors are added up on the GPU: reading them here would make it wait."""
+        for name, number in numbers.items():
+            self.counts[name] = self.counts.get(name, 0) + number
+
+    def on_train_begin(self, args, state, control, **_):
+        self.began = now()
+
+    def on_pre_optimizer_step(self, args, state, control, **_):
+        self.optimiser_began = now()
+
+    def on_optimizer_step(self, args, state, control, **_):
+        self.add("optimiser_s", now() - self.optimiser_began)
+
+    def on_step_end(self, args, state, control, **_):
+        ended = now()
+        step_s, phases = ended - self.began, self.phases
+        apart = sum(phases.get(name, 0.0) for name in ("sample_s", "score_s", "logprobs_s", "sync_s"))
+        found = {"step_s": step_s, "update_s": step_s - apart, **phases, **{name: float(n) for name, n in self.counts.items()}}
+        self.done(self.number, found)
+        self.phases, self.counts, self.number, self.began = {}, {}, self.number + 1, now()
+
+
+class TimedGRPOTrainer(GRPOTrainer):
+    clock: Clock
+
+    def _generate(self, prompts):
+        began, synced = now(), self.clock.phases.get("sync_s", 0.0)
+        made = super()._generate(prompts)
+        self.clock.add("sample_s", now() - began - (self.clock.phases.get("sync_s", 0.0) - synced))
+        return made
+
+    def _calculate_rewards(self, *arguments, **named):
+        began = now()
+        rewards = super()._calculate_rewards(*arguments, **named)
+        self.clock.add("score_s", now() - began)
+        return rewards
+
+    def _get_per_token_logps_and_entropies(self, *arguments, **named):
+        if torch.is_grad_enabled():
+            return super()._get_per_token_logps_and_entropies(*arguments, **named)
+        began = now()
+        logprobs = super()._get_per_token_logps_and_entropies(*arguments, **named)
+        self.clock.add("logprobs_s", now() - began)
+        return logprobs
+
+    def compute_loss(self, model, inputs, *arguments, **named):
+        masks = inputs["prompt_mask"], inputs["completion_mask"]
+        padded = sum(mask.numel() for mask in masks)
+        self.clock.count(tokens=sum(mask.sum() for mask in masks), targets=masks[1].sum(), padded=padded)
+        return super().compute_loss(model, inputs, *arguments, **named)
+
+
+class TimedSFTTrainer(SFTTrainer):
+    clock: Clock
+
+    def compute_loss(self, model, inputs, *arguments, **named):
+        tokens, mask = inputs["input_ids"], inputs.get("attention_mask")
+        targets = (inputs["labels"][:, 1:] != -100).sum()
+        self.clock.count(tokens=tokens.numel() if mask is None else mask.sum(), targets=targets, padded=tokens.numel())
+        return super().compute_loss(model, inputs, *arguments, **named)
+
+
+class TimedDPOTrainer(DPOTrainer):
+    clock: Clock
+
+    def _prepare_dataset(self, dataset, *arguments, **settings):
+        return dataset  # already tokens
+
+    def compute_loss(self, model, inputs, *arguments, **named):
+        mask, targets = inputs["attention_mask"], inputs["completion_mask"]
+        self.clock.count(tokens=mask.sum(), targets=targets.sum(), padded=mask.numel())
+        return super().compute_loss(model, inputs, *arguments, **named)
+
+
+def time_sync(trainer: TimedGRPOTrainer, device: str) -> None:
+    hand_over = trainer.vllm_generation.sync_weights
+
+    def timed() -> None:
+        began = now()
+        if device != "cpu":  # vLLM's build for CPUs repacks weights when it starts and takes no others
+            hand_over()
+        trainer.clock.add("sync_s", now() - began)
+
+    trainer.vllm_generation.sync_weights = timed
+
+
+# Model and rows -------------------------------------------------------------------------------------------------------
+
+
+def make_folder(config: dict, folder: Path) -> PreTrainedTokenizerFast:
+    """A config and a tokenizer whose words are the token numbers."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(config["vocab_size"])}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0", pad_token="0", unk_token="0", padding_side="left")
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def build(folder: Path, job: dict, attention: str):
+    torch.manual_seed(0)
+    with torch.device(job["device"]):
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, job["trl_dtype"]), attn_implementation=attention)
+    model.config._name_or_path = str(folder)
+    return model
+
+
+def lora_of(job: dict) -> dict[str, Any]:
+    if job["kind"] != "lora":
+        return {}
+    from peft import LoraConfig
+
+    return {"peft_config": LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")}
+
+
+def text(tokens: list[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+# Trainers -------------------------------------------------------------------------------------------------------------
+
+
+def settings_of(job: dict, folder: Path, rows: int, batch: int, steps: int) -> dict[str, Any]:
+    """Arguments of all trainers: `rows` per step, `batch` of them per pass."""
+    on_cpu = job["device"] == "cpu"
+    return {
+        "output_dir": str(folder / "out"), "max_steps": steps, "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": rows // batch, "bf16": True, "use_cpu": on_cpu, "learning_rate": LR[job["kind"]],
+        "lr_scheduler_type": "constant", "optim": "adamw_torch" if on_cpu else "adamw_torch_fused",
+        "gradient_checkpointing": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "logging_strategy": "no", "logging_nan_inf_filter": False,
+        "use_liger_kernel": not on_cpu and find_spec("liger_kernel") is not None,
+    }  # fmt: skip
+
+
+def own_settings(job: dict) -> dict[str, Any]:
+    return dict(as_setting(one) for one in job["trl_set"])
+
+
+class Candidate:
+    """A way to train the section: rows per pass, attention, and settings of the trainer."""
+
+    def __init__(self, batch: int, attention: str = "sdpa", **settings: Any):
+        self.batch, self.attention, self.settings = batch, attention, settings
+
+    def __str__(self) -> str:
+        settings = [f"{name}={value}" for name, value in self.settings.items()]
+        return ", ".join([f"{self.batch} rows a pass", self.attention, *settings])
+
+
+def candidates(steps: Steps, checkpoint: bool) -> Iterator[Candidate]:
+    sizes = [batch for batch in BATCHES if (steps.rows * steps.n) % batch == 0 and batch % steps.n == 0]
+    if steps.shortest:
+        sizes = [batch for batch in sizes if batch <= 32]
+    named = {"gradient_checkpointing": True} if checkpoint else {}
+    for batch in sizes:
+        yield Candidate(batch, **named)
+    if steps.shortest:  # rows of all lengths can also be laid end to end
+        for attention in ("sdpa", "flex_attention"):
+            for batch in sizes:
+                yield Candidate(batch, attention, padding_free=True, **named)
+
+
+def make_trainer(
+    job: dict, folder: Path, tokenizer: Any, chosen: Candidate, clock: Clock, count: int, *, passes: int | None = None,
+    vllm: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """A trainer for `count` steps, each of `passes` passes (default: as many as the section's rows need)."""
+    steps, work = steps_of(job)
+    vocabulary = config_of(job["size"], work)["vocab_size"]
+    rows = steps.rows * steps.n if passes is None else chosen.batch * passes
+    settings = settings_of(job, folder, rows, chosen.batch, count) | chosen.settings | own_settings(job)
+    model, shared = build(folder, job, chosen.attention), {"processing_class": tokenizer, "callbacks": [clock], **lora_of(job)}
+    if steps.stage == "sft":
+        made = [{"input_ids": row} for number in range(count) for row in sft_rows(steps, vocabulary, number)[-rows:]]
+        settings |= {"max_length": None, "train_sampling_strategy": "sequential"}
+        trainer = TimedSFTTrainer(model, SFTConfig(**settings), train_dataset=Dataset.from_list(made), **shared)
+    elif steps.stage == "dpo":
+        made = [row for number in range(count) for row in pairs_of(steps, vocabulary, number)[:rows]]
+        settings |= {"max_length": None, "train_sampling_strategy": "sequential", "precompute_ref_log_probs": True}
+        trainer = TimedDPOTrainer(model, args=DPOConfig(**settings), train_dataset=Dataset.from_list(made), **shared)
+    else:
+        prompts = [{"prompt": text(p)} for number in range(count) for p in prompts_of(steps, vocabulary, number)[: rows // steps.n]]
+        settings |= {
+            "num_generations": steps.n, "max_completion_length": steps.new_tokens, "beta": 0.0, "num_iterations": 1,
+            "temperature": 1.0, "shuffle_dataset": False, **(vllm or {}),
+        }  # fmt: skip
+        given = None if vllm else partial(given_responses, steps, vocabulary, clock)
+        trainer = TimedGRPOTrainer(
+            model, lambda completions, **_: random_rewards(len(completions), clock.number), GRPOConfig(**settings),
+            Dataset.from_list(prompts), rollout_func=given, **shared,
+        )  # fmt: skip
+    trainer.clock = clock
+    return trainer
+
+
+def given_responses(steps: Steps, vocabulary: int, clock: Clock, prompts: list[str], _) -> dict[str, list]:
+    responses = [tokens for of_prompt in responses_of(steps, vocabulary, clock.number) for tokens in of_prompt][: len(prompts)]
+    ids = [[int(word) for word in prompt.split()] for prompt in prompts]
+    return {"prompt_ids": ids, "completion_ids": responses, "logprobs": [[-1.0] * len(r) for r in responses]}
+
+
+# Search and measurement -----------------------------------------------------------------------------------------------
+
+
+def search(job: dict, folder: Path, tokenizer: Any, share: float) -> tuple[Candidate, dict[str, str]]:
+    """The candidate with the fewest seconds per row, in `share` of the GPU's memory; and what was found for each.
+    Checkpointing is tried only if nothing fits without."""
+    steps, _ = steps_of(job)
+    cuda, found, fastest, most = job["device"] == "cuda", {}, None, job["max_batch"]
+    if cuda:
+        torch.cuda.set_per_process_memory_fraction(share)
+    for checkpoint in (True,) if job["checkpoint"] else (False, True):
+        slower = 0
+        for candidate in candidates(steps, checkpoint):
+            if candidate.batch > most or slower >= 2:  # smaller passes will not be faster than these
+                continue
+            seconds: list[float] = []
+            clock = Clock(lambda number, row, seconds=seconds: seconds.append(row["update_s"] - row.get("optimiser_s", 0.0)))
+            failure, began = "", time.perf_counter()
+            try:
+                make_trainer(job, folder, tokenizer, candidate, clock, SEARCHED_STEPS, passes=1).train()
+            except torch.OutOfMemoryError:
+                failure = "out of memory"
+            except Exception as error:  # this way of training does not work here
+                failure = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+            gc.collect()
+            if cuda:
+                torch.cuda.empty_cache()
+            per_row = min(seconds[1:]) / candidate.batch if seconds[1:] and not failure else float("inf")
+            found[str(candidate)] = failure or f"{1000 * per_row:.2f} ms a row"
+            print(f"search: {candidate}: {found[str(candidate)]} ({time.perf_counter() - began:.0f} s)", flush=True)
+            if not failure and (fastest is None or per_row < fastest[0]):
+                fastest, slower = (per_row, candidate), 0
+            elif not failure and not steps.shortest:
+                slower += 1
+        if fastest is not None:
+            break
+    if cuda:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.reset_peak_memory_stats()
+    if fastest is None:
+        raise RuntimeError(f"no candidate works: {found}")
+    return fastest[1], found
+
+
+def vllm_settings(job: dict) -> tuple[dict[str, Any], float]:
+    """Of vLLM in the trainer's process; and the share of the GPU's memory that it leaves to the trainer."""
+    steps, work = steps_of(job)
+    config, total = config_of(job["size"], work), 24e9
+    if job["device"] == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+    share, sleeps = vllm_share(config, steps.rows * steps.n, steps.longest, total), job["system"] == "trl-sleep"
+    settings = {
+        "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": round(share, 2),
+        "vllm_max_model_length": steps.longest, "vllm_enable_sleep_mode": sleeps,
+        "vllm_importance_sampling_correction": job["system"] != "trl-uncorrected",
+        # All responses have the full length, as plaudit's; nobody needs vLLM's text.
+        "generation_kwargs": {"ignore_eos": True, "detokenize": False},
+    }  # fmt: skip
+    return settings, 0.97 if sleeps else 0.97 - share
+
+
+def with_dummy_weights(job: dict) -> None:
+    from trl.generation import vllm_generation
+
+    eager = {"enforce_eager": True} if job["device"] == "cpu" else {}
+    vllm_generation.LLM = partial(vllm_generation.LLM, load_format="dummy", **eager)
+
+
+def run(job: dict, report: Report) -> dict[str, float]:
+    steps, work = steps_of(job)
+    total, samples = job["warm_up"] + job["steps"], steps.stage == "rl" and steps.samples
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "model"
+        tokenizer = make_folder(config_of(job["size"], work), folder)
+        vllm, share = vllm_settings(job) if samples else (None, 0.97)
+        began = time.time()
+        chosen, searched = search(job, folder, tokenizer, share)
+        search_s = time.time() - began
+        clock = Clock(report.step)
+        if samples:
+            with_dummy_weights(job)
+        trainer = make_trainer(job, folder, tokenizer, chosen, clock, total, vllm=vllm)
+        if samples:
+            time_sync(trainer, job["device"])
+        args = trainer.args
+        report.settings(
+            {
+                "chosen": str(chosen), "gradient checkpointing": args.gradient_checkpointing, "searched": searched,
+                "optimiser": f"{args.optim.value}, weights and moments in {job['trl_dtype']}", "liger": args.use_liger_kernel,
+                **({} if job["kind"] == "full" else {"LoRA": f"rank {LORA_RANK}, all-linear, fp32 adapters"}),
+                **({"vLLM": version_of("vllm"), **{k: v for k, v in vllm.items() if k != "use_vllm"}} if vllm else {}),
+                **({"overrides": " ".join(job["trl_set"])} if job["trl_set"] else {}),
+            },
+            search_s,
+        )  # fmt: skip
+        trainer.train()
+        if clock.number != total:
+            raise RuntimeError(f"{clock.number} steps instead of {total}")
+        return memory_gb()
+
+
+def version_of(package: str) -> str:
+    module = __import__(package)
+    return getattr(module, "__version__", None) or version(package)
+
+
+def about(job: dict) -> str:
+    device = torch.cuda.get_device_name() if job["device"] == "cuda" else "CPU"
+    return f"{device}, " + ", ".join(f"{name} {version_of(name)}" for name in ("trl", "torch", "transformers"))
+
+
+if __name__ == "__main__":
+    sys.exit(run_job(sys.argv[1], run, about))
