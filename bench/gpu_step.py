@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--trl-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of TRL's weights")
     parser.add_argument("--trl-python", type=Path, default=Path(sys.executable), help="the Python that has TRL and vLLM")
     parser.add_argument("--trl-path", type=Path, help="a folder of unpacked wheels for TRL's processes")
-    parser.add_argument("--timeout", type=float, default=400.0, help="seconds for each process (default 400)")
+    parser.add_argument("--timeout", type=float, default=550.0, help="seconds for each process (default 550)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a smoke test with tiny models")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_step"))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from rollout_work import end_with_parent
 from step_work import append, now
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -114,6 +115,7 @@ def learn(job: dict, seed: int, began: float) -> None:
 
 
 def main() -> None:
+    end_with_parent()
     job = json.loads(Path(sys.argv[1]).read_text())
     start_vllm_once(job["device"])
     began = job["began"]

@@ -41,6 +41,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+END = "<0>"  # the word of token 0: special tokens are also found within words, and "0" is in "10"
 BATCHES = (64, 32, 16, 8, 4)  # rows or pairs per pass, largest first
 SEARCHED_STEPS = 3  # of a candidate, of which the first warms up
 
@@ -151,9 +152,9 @@ def make_folder(config: dict, folder: Path) -> PreTrainedTokenizerFast:
     """A config and a tokenizer whose words are the token numbers."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    words = Tokenizer(models.WordLevel({str(i): i for i in range(config["vocab_size"])}, unk_token="0"))
+    words = Tokenizer(models.WordLevel({text([i]): i for i in range(config["vocab_size"])}, unk_token=END))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0", pad_token="0", unk_token="0", padding_side="left")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=END, pad_token=END, unk_token=END, padding_side="left")
     tokenizer.save_pretrained(folder)
     return tokenizer
 
@@ -176,7 +177,7 @@ def lora_of(job: dict) -> dict[str, Any]:
 
 
 def text(tokens: list[int]) -> str:
-    return " ".join(map(str, tokens))
+    return " ".join(str(token) if token else END for token in tokens)
 
 
 # Trainers -------------------------------------------------------------------------------------------------------------
@@ -218,9 +219,9 @@ def candidates(steps: Steps, checkpoint: bool) -> Iterator[Candidate]:
     for batch in sizes:
         yield Candidate(batch, **named)
     if steps.shortest:  # rows of all lengths can also be laid end to end
-        for attention in ("sdpa", "flex_attention"):
-            for batch in sizes:
-                yield Candidate(batch, attention, padding_free=True, **named)
+        for batch in sizes:
+            yield Candidate(batch, padding_free=True, **named)
+        yield Candidate(sizes[len(sizes) // 2], "flex_attention", padding_free=True, **named)  # one: it compiles for each size
 
 
 def make_trainer(
@@ -258,7 +259,7 @@ def make_trainer(
 
 def given_responses(steps: Steps, vocabulary: int, clock: Clock, prompts: list[str], _) -> dict[str, list]:
     responses = [tokens for of_prompt in responses_of(steps, vocabulary, clock.number) for tokens in of_prompt][: len(prompts)]
-    ids = [[int(word) for word in prompt.split()] for prompt in prompts]
+    ids = [[int(word.strip("<>")) for word in prompt.split()] for prompt in prompts]
     return {"prompt_ids": ids, "completion_ids": responses, "logprobs": [[-1.0] * len(r) for r in responses]}
 
 
@@ -301,6 +302,9 @@ def search(job: dict, folder: Path, tokenizer: Any, share: float) -> tuple[Candi
     if cuda:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.reset_peak_memory_stats()
+    if fastest is None and "use_liger_kernel=false" not in job["trl_set"] and find_spec("liger_kernel") is not None:
+        job["trl_set"].append("use_liger_kernel=false")
+        return search(job, folder, tokenizer, share)
     if fastest is None:
         raise RuntimeError(f"no candidate works: {found}")
     return fastest[1], found

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rollout_work import FULL, TINY, Work, grid_prompts, kv_bytes, weight_bytes
+from rollout_work import FULL, TINY, Work, end_with_parent, grid_prompts, kv_bytes, weight_bytes
 
 PEAK_FLOPS = 989e12  # H200, bf16, dense
 LORA_RANK, LORA_ALPHA = 16, 32.0
@@ -176,6 +176,7 @@ def run_job(job_file: str, measure: Callable[[dict, "Report"], dict[str, float]]
     """One process: report what was measured; out of memory is told apart, because the parent then tries smaller settings."""
     import torch
 
+    end_with_parent()
     job = json.loads(Path(job_file).read_text())
     report = Report(job, about(job))
     try:
