@@ -191,8 +191,7 @@ def table(results: Path) -> str:
         cells = [spread(seconds) if any(seconds) else "" for seconds in times]
         gb = [f"{peak[name]:.1f}" if name in peak else "" for name in ("allocated", "reserved", "driver")]
         rows.append([*name, *cells, *rates(job, steps), *gb, f"{len(steps)}{': ' + error[:150] if error else ''}"])
-        tokens = [(int(step["tokens"]), int(step["targets"])) for step in steps]
-        counted.setdefault("/".join(case), {})[job["system"]] = (tokens, sum(step.get("padded", step["tokens"]) for step in steps))
+        counted.setdefault("/".join(case), {})[name[-1]] = steps
     lines = [f"| {' | '.join(row)} |" for row in [HEADER, ["---"] * len(HEADER), *rows]]
     return "\n".join([*lines, "", *map(same_work, counted, counted.values()), "", *notes])
 
@@ -212,15 +211,18 @@ def rates(job: dict, steps: list[dict]) -> list[str]:
     return [f"{tokens:,.0f}", f"{flops / 1e12:.0f}", f"{100 * flops / PEAK_FLOPS:.0f} %"]
 
 
-def same_work(case: str, systems: dict[str, tuple[list[tuple[int, int]], float]]) -> str:
-    """Whether all systems trained on the same number of tokens, step by step."""
-    counts = {system: dict(enumerate(tokens)) for system, (tokens, _) in systems.items()}
-    shared = min(map(len, counts.values()))
-    firsts = [[tokens[i] for i in range(shared)] for tokens in counts.values()]
-    verdict = "the same tokens" if all(first == firsts[0] for first in firsts) else "NOT THE SAME TOKENS"
-    tokens, targets = firsts[0][0]
-    padded = ", ".join(f"{system} {padded / sum(t for t, _ in of):.3f}" for system, (of, padded) in systems.items())
-    return f"{case}: {verdict}: {tokens:,} in the first step, {targets:,} of them in the loss; computed, with padding: {padded}"
+def same_work(case: str, systems: dict[str, list[dict]]) -> str:
+    """Whether all systems trained on the same number of tokens in every step that all have."""
+    counts = [{step["number"]: (int(step["tokens"]), int(step["targets"])) for step in steps} for steps in systems.values()]
+    shared = sorted(set.intersection(*map(set, counts)))
+    if not shared:
+        return f"{case}: no step that all systems have"
+    same = all(count[number] == counts[0][number] for count in counts for number in shared)
+    tokens, targets = counts[0][shared[0]]
+    computed = {name: [step.get("padded", step["tokens"]) / step["tokens"] for step in steps] for name, steps in systems.items()}
+    padded = ", ".join(f"{name} {statistics.fmean(ratios):.3f}" for name, ratios in computed.items())
+    verdict = "the same tokens" if same else "NOT THE SAME TOKENS"
+    return f"{case}: {verdict}: {tokens:,} in step {shared[0]}, {targets:,} of them in the loss; computed, with padding: {padded}"
 
 
 def shown(settings: dict) -> str:
