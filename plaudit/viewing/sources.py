@@ -1,5 +1,6 @@
 """What can be viewed: a run folder, or dumps of rollouts. Both have samples by step, as Arrow tables."""
 
+import hashlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from plaudit.errors import DataError, PlauditError, RunError, nearest_path
 from plaudit.redaction import redact_all
 from plaudit.report.samples import COLUMNS
 from plaudit.run_progress import read_description
-from plaudit.viewing.metrics_log import MetricsLog
+from plaudit.viewing.metrics_log import MetricsLog, leads_out
 from plaudit.viewing.run_state import run_state
 
 FILE = re.compile(r"(train|val)_(\d{6,})\.parquet")
@@ -61,12 +62,18 @@ class RunSource(Source):
     def __init__(self, path: Path):
         self.path = path
         self.metrics = MetricsLog(path / "metrics.jsonl")
-        read_description(path / "run.json")  # to refuse a folder that is none
+        self._read_description()  # to refuse a folder that is none
+
+    def _read_description(self) -> dict[str, Any]:
+        file = self.path / "run.json"
+        if leads_out(file, self.path):
+            raise RunError(f"{file} is a link that leads out of the run's folder; it is not read")
+        return read_description(file)
 
     def describe(self) -> dict[str, Any]:
         assert self.metrics is not None
         try:
-            description = read_description(self.path / "run.json")
+            description = self._read_description()
         except RunError:
             detail = f"{self.path} has no readable run.json any more: it was moved or deleted."
             return {"state": "gone", "detail": detail, "recipe": {}, "rewards": [], "problems": [], "version": "gone"}
@@ -77,7 +84,7 @@ class RunSource(Source):
             "recipe": recipe,
             "stage": recipe.get("stage"),
             "rewards": _rewards(recipe),
-            "problems": _damaged_lines(self.metrics),
+            "problems": _problems(self.metrics),
             "version": self.metrics.version,
         }
 
@@ -106,6 +113,8 @@ class RunSource(Source):
         file = self.file(split, step)
         if self.version(split, step) is None:
             raise NotThere(f"{file}: there are no {split} samples of step {step}")
+        if leads_out(file, self.path):
+            raise NotThere(f"{file} is a link that leads out of the run's folder; it is not read")
         try:
             with pq.ParquetFile(file) as opened:
                 names = [name for name in opened.schema_arrow.names if columns is None or columns(name)]
@@ -117,7 +126,9 @@ class RunSource(Source):
             raise NotThere(f"{file} cannot be read: {reason}. Other steps are not affected.") from None
 
 
-def _damaged_lines(metrics: MetricsLog) -> list[str]:
+def _problems(metrics: MetricsLog) -> list[str]:
+    if metrics.leads_out:
+        return ["metrics.jsonl is a link that leads out of the run's folder; it is not read"]
     if not metrics.damaged:
         return []
     more = metrics.damaged_lines - len(metrics.damaged)
@@ -215,13 +226,16 @@ class DumpSource(Source):
 def tables_of_dump(file: Path) -> dict[int, pa.Table]:
     """The samples of a file by step (0 without one), in the columns of a run's; groups are the rows with the same prompt."""
     from plaudit.audit.dumps import read_dump
+    from plaudit.data.columns import IDS, first_value
     from plaudit.data.rows import read_rows
 
     read = read_rows(file)
     groups: dict[str, list[dict[str, Any]]] = {}
     for row, given in zip(read_dump(read), read, strict=True):
-        key = json.dumps([row["step"], row["prompt"], row["ground_truth"]], sort_keys=True, default=str)
-        groups.setdefault(key, []).extend(_samples_of_dump(row, given))
+        asked = json.dumps([row["prompt"], row["ground_truth"]], sort_keys=True, default=str)
+        # Without an id, one that is the same in every step.
+        id = row["id"] if first_value(given, IDS) is not None else hashlib.sha256(asked.encode()).hexdigest()[:12]
+        groups.setdefault(f"{row['step']} {asked}", []).extend(_samples_of_dump(row | {"id": id}, given))
     steps: dict[int, list[dict[str, Any]]] = {}
     for group in groups.values():
         for index, sample in enumerate(group):

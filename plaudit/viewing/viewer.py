@@ -85,7 +85,11 @@ class Viewer:
         source = self.source(number)
         if source.metrics is None:
             found = self.diagnostics(number)
-            series = {name: each for name, each in found["series"].items() if name in ("reward", "length", "truncated")}
+            series = {
+                name.replace("part/", "parts/", 1): each
+                for name, each in found["series"].items()
+                if name in ("reward", "length", "truncated") or name.startswith("part/")
+            }
             return {"series": series, "seconds": None, "done": found["done"], "of": found["of"]}
         with self._locks[number]:
             source.metrics.refresh()

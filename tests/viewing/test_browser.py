@@ -188,6 +188,24 @@ def test_keys(page, address):
     assert page.locator("a.hit").count() == 6
 
 
+def test_the_back_button_leads_to_where_it_was(page, address):
+    page.goto(f"{address}/#/search/made?least=0")
+    page.locator("a.hit").nth(40).wait_for()
+    page.keyboard.press("Escape")
+    page.evaluate("addEventListener('scrollend', () => { window.scrolled = true }); scrollTo(0, 1500)")
+    page.wait_for_function("window.scrolled")
+    page.locator("a.hit").nth(30).evaluate("(hit) => hit.click()")  # without scrolling to it
+    wait_for_title(page, "Sample")
+    assert page.evaluate("scrollY") == 0
+    page.go_back()
+    wait_for_title(page, "Search")
+    assert page.evaluate("scrollY") == 1500
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.name") == "text"
+    page.go_forward()
+    wait_for_title(page, "Sample")
+
+
 def test_search_and_its_filters(page, address):
     page.goto(f"{address}/#/search/made?failure=timeout&step=2")
     page.locator("a.hit").first.wait_for()
@@ -267,6 +285,8 @@ def test_a_dump_shows_what_is_unknown_as_unknown(page, tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "completions_00001.parquet")
     with serving(tmp_path) as address:
         page.goto(address)
+        wait_for_title(page, "")
+        assert "null" not in text_of(page)
         page.get_by_role("link", name="last step").click()
         wait_for_title(page, "Step 1")
         for name in ("mean reward", "malformed", "a reward failed", "truncated"):
@@ -426,11 +446,16 @@ class first_rl:
 
 
 def test_a_run_that_is_deleted_meanwhile_says_so(page, tmp_path):
-    run = make_run(tmp_path / "gone", {1: [scored_group("p1", ["2", "3"], [1.0, 0.0])]})
+    group = scored_group("p1", ["2", "3"], [1.0, 0.0])
+    run = make_run(tmp_path / "gone", {1: [group], 2: [group, scored_group("p2", ["2", "3"], [1.0, 1.0])]})
     with serving(run) as address:
         page.goto(address)
         wait_for_title(page, "gone")
         shutil.rmtree(run)
+        page.get_by_text("it was moved or deleted").wait_for()
+        assert page.locator(".chart").count() == 1  # what is shown stays
+        page.keyboard.press("d")
+        wait_for_title(page, "Diagnostics")
         page.get_by_text("it was moved or deleted").wait_for()
 
 

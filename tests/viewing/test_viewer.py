@@ -319,6 +319,8 @@ def test_verl_dumps(tmp_path):
     assert (group["mean"], group["rows"], group["parts"]) == (0.5, 2, {"acc": 0.5})
     assert viewer.sample(0, "train", 2, 1)["response"] == "5"
     assert viewer.metrics(0)["series"]["reward"] == {"x": [1, 2, 10], "y": [0.5, 0.5, 0.5]}
+    elsewhere = viewer.same_prompt(0, viewer.sample(0, "train", 2, 1)["prompt_id"])["found"]
+    assert [(one["step"], one["row"]) for one in elsewhere] == [(1, 0), (2, 0), (10, 0)]
 
 
 def test_trl_dumps(tmp_path):
@@ -331,6 +333,7 @@ def test_trl_dumps(tmp_path):
     sample = viewer.sample(0, "train", 10, 0)
     assert (sample["response"], sample["advantage"]) == ("Hello.", 0.7)
     assert sample["parts"] == {"brevity": 1.0, "politeness": 0.5}
+    assert viewer.metrics(0)["series"]["parts/brevity"] == {"x": [5, 10], "y": [0.5, 0.5]}  # TRL saves no total of several
 
 
 def test_what_a_dump_does_not_record_is_unknown(tmp_path):
@@ -417,6 +420,29 @@ def test_a_run_that_is_deleted_meanwhile(run):
     assert viewer.diagnostics(0)["series"] == {}
     with pytest.raises(NotThere, match="no train samples of step 1"):
         viewer.step(0, "train", 1)
+
+
+def test_a_link_to_a_run_is_followed_and_one_out_of_it_is_not(run, tmp_path):
+    (tmp_path / "link").symlink_to(run)
+    viewer = Viewer([open_source(tmp_path / "link")])
+    assert viewer.step(0, "train", 1)["groups"]
+    assert viewer.metrics(0)["series"]["reward"]["x"] == [1, 2]
+    secret = make_run(tmp_path / "secret", {3: [scored_group("p", ["a secret", "b"], [1.0, 0.0])]})
+    (run / "samples/train_000003.parquet").symlink_to(secret / "samples/train_000003.parquet")
+    (run / "samples/train_000004.parquet").symlink_to("train_000001.parquet")  # stays inside
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").symlink_to(secret / "metrics.jsonl")
+    with pytest.raises(NotThere, match="leads out of the run's folder"):
+        viewer.step(0, "train", 3)
+    assert viewer.step(0, "train", 4)["groups"]
+    assert search(viewer.source(0), Query("secret"))["hits"] == []
+    assert "leads out" in viewer.diagnostics(0)["problems"][0]
+    assert viewer.metrics(0)["series"] == {}
+    assert "leads out" in viewer.runs()[0]["problems"][0]
+    (run / "run.json").unlink()
+    (run / "run.json").symlink_to(secret / "run.json")
+    with pytest.raises(RunError, match="leads out"):
+        open_source(run)
 
 
 def test_nothing_is_written_to_a_run(run):

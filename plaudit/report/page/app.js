@@ -23,7 +23,7 @@ const ctx = {
     if (!found) throw new Error(`There is no run ${name} here; this page has ${this.runs.map((run) => run.name).join(", ")}.`);
     return found;
   },
-  go(hash) { location.hash = hash; },
+  go(hash) { if (location.hash === hash) render(); else location.hash = hash; },
   async steps(run) {
     const key = `${run.id} ${JSON.stringify(run.samples)}`;
     if (!stepsOf.has(key)) stepsOf.set(key, await get(`runs/${run.id}/steps`));
@@ -66,8 +66,9 @@ async function render() {
     page = { ...next, name };
     main.replaceChildren(next.element);
     document.title = `${next.title} · plaudit view`;
-    if (!same) window.scrollTo(0, 0);
     drawBar();
+    const place = history.state?.place; // of an entry that the back button leads to; a new one has none
+    if (place !== undefined || !same) window.scrollTo(0, place ?? 0);
     next.shown?.();
   } catch (error) {
     if (turn !== shown) return;
@@ -113,7 +114,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") { document.getElementById("keys")?.remove(); document.activeElement?.blur?.(); return; }
   if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
   const run = page?.run || ctx.runs[0], at = run ? encodeURIComponent(run.name) : "";
-  const general = { "/": () => ctx.go(`#/search/${at}`), g: () => ctx.go("#/"), d: () => ctx.go(`#/diagnostics/${at}`), "?": showKeys };
+  const general = { "/": () => { const field = document.querySelector("form.search input"); if (field) field.focus(); else ctx.go(`#/search/${at}`); }, g: () => ctx.go("#/"), d: () => ctx.go(`#/diagnostics/${at}`), "?": showKeys };
   const act = page?.keys?.[event.key] || general[event.key];
   if (act) { event.preventDefault(); act(); }
 });
@@ -151,6 +152,8 @@ async function start() {
   }
 }
 
+history.scrollRestoration = "manual"; // a page has to be there before it can be scrolled
+window.addEventListener("scrollend", () => history.replaceState({ place: window.scrollY }, ""));
 window.addEventListener("hashchange", render);
 start();
 if (!isFile) setInterval(follow, FOLLOW_MS);

@@ -14,7 +14,7 @@ export async function diagnosticsPage(ctx, [name]) {
     problems.replaceChildren(...(found.problems || []).map((problem) => h("p", { class: "notice error" }, problem)));
     charts.replaceChildren(...sections(ctx, run, found.series, metrics.series));
     const every = found.of < found.steps ? `; ${found.of} of ${plural(found.steps, "step")}, evenly spaced` : "";
-    progress.textContent = !found.of ? "This run has no training samples yet. Only RL writes them." : found.done < found.of ? `reading samples: ${found.done} of ${plural(found.of, "step")} …` : `from the samples of ${plural(found.of, "step")}${every}`;
+    progress.textContent = ctx.run(name).state === "gone" ? ctx.run(name).detail : !found.of ? "This run has no training samples yet. Only RL writes them." : found.done < found.of ? `reading samples: ${found.done} of ${plural(found.of, "step")} …` : `from the samples of ${plural(found.of, "step")}${every}`;
   };
   const more = async () => {
     while (found.done < found.of && charts.isConnected && !isFile) {

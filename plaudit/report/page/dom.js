@@ -63,6 +63,12 @@ function appendVisible(element, text) {
 
 // Numbers
 
+// Of a part of an address.
+export function wholeNumber(text, what) {
+  if (!/^\d{1,15}$/.test(text ?? "")) throw new Error(text ? `${text} is not the number of a ${what}.` : `This address has no number of a ${what}.`);
+  return Number(text);
+}
+
 export function number(x, digits = 4) {
   if (!Number.isFinite(x)) return "–";
   if (Number.isInteger(x) && Math.abs(x) < 1e9) return x.toLocaleString("en");

@@ -20,7 +20,7 @@ export async function runsPage(ctx) {
   element.append(
     h("h1", {}, ctx.runs.length === 1 ? ctx.runs[0].name : plural(ctx.runs.length, "run")),
     table,
-    differences(ctx.runs),
+    differences(ctx.runs) ?? "",
     toolbar(draw),
     charts,
   );
@@ -36,7 +36,8 @@ export async function runsPage(ctx) {
     title: "runs",
     shown: more,
     async refresh(changed) {
-      for (const run of changed) metrics[run.id] = await get(`runs/${run.id}/metrics`);
+      // Of a run that is deleted, what is shown stays.
+      for (const run of changed) if (run.state !== "gone") metrics[run.id] = await get(`runs/${run.id}/metrics`);
       drawTable();
       draw();
     },
@@ -136,7 +137,7 @@ function chart(ctx, metrics, name) {
     }
   }
   return lineChart({
-    title: name, series, log: settings.log, share: settings.share, xLabel: settings.clock ? "hour" : "step",
+    title: name, series, log: settings.log, share: settings.share, xLabel: settings.clock ? "hour" : "step", legend: series.length > 1 || ctx.runs.length > 1,
     onPick: (one, x) => ctx.goToStep(one.run, one.metric.startsWith("val/") ? "val" : "train", settings.clock ? one.steps[one.x.indexOf(x)] : x),
   });
 }

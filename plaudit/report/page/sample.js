@@ -1,13 +1,13 @@
 // A sample: what was asked, what was written, which string was scored, and how the reward came about.
 
-import { h, number, plural, visible, longText, rewardColour, seriesColour } from "./dom.js";
+import { h, wholeNumber, number, plural, visible, longText, rewardColour, seriesColour } from "./dom.js";
 import { get, isFile } from "./data.js";
 import { scaleOf } from "./step.js";
 
 const THOUGHTS = /<(think|thinking|thought|reasoning)>([\s\S]*?)(<\/\1>|$)/;
 
 export async function samplePage(ctx, [name, split, stepText, rowText]) {
-  const run = ctx.run(name), step = Number(stepText), row = Number(rowText);
+  const run = ctx.run(name), step = wholeNumber(stepText, "step"), row = wholeNumber(rowText, "sample");
   const [sample, data] = await Promise.all([get(`runs/${run.id}/${split}/${step}/${row}`), get(`runs/${run.id}/${split}/${step}?row=${row}`)]);
   const group = data.groups.findLast((g) => g.row <= row);
   const mates = data.samples.slice(group.row - data.first, group.row - data.first + group.rows);

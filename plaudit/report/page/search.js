@@ -5,13 +5,16 @@ import { get, isFile, embeddedSamples } from "./data.js";
 
 const HITS = 200;
 
+let last = null; // the search that was shown last, with all that it has found: the back button leads there from a sample
+
 export async function searchPage(ctx, [name], query) {
+  if (last?.hash === location.hash) return last.page;
   const run = ctx.run(name);
   const results = h("div", {}), status = h("p", { class: "dim" }), more = h("button", { type: "button", hidden: true });
   const field = (key, attributes, ...children) => h(attributes.options ? "select" : "input", { name: key, value: query.get(key) ?? "", ...attributes, options: null }, ...children);
   const option = (key) => ([value, text]) => h("option", { value, selected: (query.get(key) ?? "") === value }, text);
   const text = field("text", { type: "search", placeholder: "text in a response", "aria-label": "text in a response", autocomplete: "off" });
-  const form = h("form", { class: "search", onsubmit: (event) => { event.preventDefault(); ctx.go(`#/search/${encodeURIComponent(run.name)}?${asQuery(form)}`); } },
+  const form = h("form", { class: "search", onsubmit: (event) => { event.preventDefault(); last = null; ctx.go(`#/search/${encodeURIComponent(run.name)}?${asQuery(form)}`); } },
     h("div", { class: "row" }, text, h("label", {}, h("input", { type: "checkbox", name: "is_regex", value: "true", checked: query.get("is_regex") === "true" }), " regular expression"), h("button", { type: "submit" }, "Search")),
     h("div", { class: "row" },
       h("label", {}, "in ", field("split", { options: true }, [["train", "training"], ["val", "validation"]].map(option("split")))),
@@ -36,11 +39,19 @@ export async function searchPage(ctx, [name], query) {
   };
   const report = () => search().catch((error) => { status.textContent = ""; results.append(h("p", { class: "notice error" }, error.message)); });
   more.addEventListener("click", report);
-  return {
+  let isNew = true;
+  const page = {
     run, title: `search, ${run.name}`,
     element: h("div", {}, h("div", { class: "dim" }, run.name), h("h1", {}, "Search"), form, status, results, more),
-    shown() { text.focus(); if ([...query.keys()].length) report(); else status.textContent = "Finds text in responses, ignoring case. Without text, the filters alone."; },
+    async shown() {
+      if (!isNew) return;
+      isNew = false;
+      text.focus();
+      if ([...query.keys()].length) await report(); else status.textContent = "Finds text in responses, ignoring case. Without text, the filters alone.";
+    },
   };
+  last = { hash: location.hash, page };
+  return page;
 }
 
 // "The first 200 of 1,234 samples in 3 steps, newest first; 40 older steps are not searched yet."

@@ -1,6 +1,6 @@
 // A step: its groups, what each sample earned and from which component, what failed and why.
 
-import { h, number, percent, plural, visible, rewardColour } from "./dom.js";
+import { h, wholeNumber, number, percent, plural, visible, rewardColour } from "./dom.js";
 import { get, isFile } from "./data.js";
 import { histogram, stackedBar, legendOf, coloursOf } from "./charts.js";
 
@@ -24,7 +24,7 @@ const RECORDED = { "with failures": "failed", malformed: "malformed", truncated:
 const choice = { order: "spread", filter: "all groups", source: "" };
 
 export async function stepPage(ctx, [name, split, stepText], query) {
-  const run = ctx.run(name), step = Number(stepText);
+  const run = ctx.run(name), step = wholeNumber(stepText, "step");
   let [data, steps] = await Promise.all([get(`runs/${run.id}/${split}/${step}?row=${Number(query.get("row")) || 0}`), ctx.steps(run)]);
   const link = (row) => `#/sample/${encodeURIComponent(run.name)}/${split}/${step}/${row}`;
   const scale = scaleOf(data), groups = h("div", {});
@@ -41,7 +41,7 @@ export async function stepPage(ctx, [name, split, stepText], query) {
   const navigation = h("div", { class: "row" }), beside = () => ctx.neighbours(steps[split], step);
   const drawNavigation = () => {
     const [before, after] = beside();
-    navigation.replaceChildren(stepButton(ctx, run, split, before, "← previous"), stepButton(ctx, run, split, after, "next →"), stepInput(ctx, run, split, step, steps[split]), splitButtons(ctx, run, split, step, steps));
+    navigation.replaceChildren(...[stepButton(ctx, run, split, before, "← previous"), stepButton(ctx, run, split, after, "next →"), stepInput(ctx, run, split, step, steps[split]), splitButtons(ctx, run, split, step, steps)].filter(Boolean));
   };
   drawNavigation();
   const goBeside = (i) => () => beside()[i] !== null && ctx.go(hash(run, split, beside()[i]));
@@ -53,7 +53,7 @@ export async function stepPage(ctx, [name, split, stepText], query) {
     pagesOf(run, split, step, data),
     failures(data, link),
     h("div", { class: "two", style: { margin: "1rem 0" } },
-      histogram(scale.values, { title: `${scale.name}s of ${data.pages.length > 1 ? "these" : "all"} samples`, colour: rewardColour }),
+      histogram(scale.values, { title: `${scale.name}s of ${data.pages.length > 1 ? "these" : "all"} samples`, colour: (x) => rewardColour(x, scale.low, scale.high) }),
       componentCard(run, data, components, colours, weighted)),
     h("div", { class: "row spread" }, h("h2", { style: { margin: 0 } }, "Groups"), h("div", { class: "row" },
       h("label", {}, "sort by ", pick("order", Object.keys(ORDERS).map((n) => [n, n]))), h("label", {}, "show ", pick("filter", filters.map((n) => [n, n]))),
@@ -61,7 +61,7 @@ export async function stepPage(ctx, [name, split, stepText], query) {
     h("p", { class: "dim small" }, squares(data, scale)),
     groups,
     h("h2", {}, "Audit these samples"),
-    h("p", { class: "dim" }, "Measures what these rewards reward, and what fools them, on the samples of this step:"),
+    h("p", { class: "dim" }, "Measures what these rewards reward, and what fools them, on the samples of this step", run.kind === "run" ? ":" : ". R.yaml is a recipe with the rewards to measure:"),
     h("div", { class: "command" }, h("code", {}, data.audit), h("button", { type: "button", onclick: (event) => ctx.copy(data.audit, event.target) }, "copy")),
   );
   const openFirst = () => { const [first] = chosenGroups(data); if (first) ctx.go(link(first.row)); };
@@ -89,6 +89,7 @@ function stepInput(ctx, run, split, step, steps) {
 }
 
 function splitButtons(ctx, run, split, step, steps) {
+  if (!steps.train.length || !steps.val.length) return null;
   return h("div", { class: "row", style: { gap: ".25rem" } }, ["train", "val"].filter((one) => steps[one].length).map((one) => h("button", { type: "button", "aria-pressed": String(one === split), onclick: () => ctx.goToStep(run, one, step) }, one === "train" ? "training" : "validation")));
 }
 
@@ -96,7 +97,9 @@ function splitButtons(ctx, run, split, step, steps) {
 export function scaleOf(data) {
   const name = data.summary.reward === null && data.samples.some((x) => x.advantage !== undefined) ? "advantage" : "reward";
   const values = data.samples.map((x) => x[name]).filter((x) => x !== undefined);
-  return { name, values, low: values.reduce((a, b) => Math.min(a, b), Infinity), high: values.reduce((a, b) => Math.max(a, b), -Infinity) };
+  const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+  const most = Math.max(-low, high); // an advantage of 0 is grey
+  return name === "reward" ? { name, values, low, high } : { name, values, low: -most, high: most };
 }
 
 function squares(data, { name, values, low, high }) {
