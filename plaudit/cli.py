@@ -330,8 +330,16 @@ def doctor(
     gpu_memory: Annotated[
         float | None, typer.Option(min=0, metavar="GB", help="Plan for GPUs with this much memory (10⁹ bytes), here or elsewhere.")
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write a page with the findings, the memory plan and lengths.", show_default=False),
+    ] = None,
 ) -> None:
     """Check a recipe before any training: files, schema, chat template, lengths, memory."""
+    from plaudit.doctor.page import require_folder, write_page
+
+    if html is not None:
+        require_folder(html)
     loaded, sources = load_checked(recipe, overrides, None)
 
     from plaudit.rewards.judges.model_rewards import find_model_rewards
@@ -339,12 +347,16 @@ def doctor(
     if isinstance(loaded.recipe, ScoreRecipe) and not any(map(find_model_rewards, loaded.recipe.rewards)):
         from plaudit.doctor.rewards import check_rules
 
-        raise typer.Exit(0 if check_rules(loaded) else 1)
+        checks = check_rules(loaded)
+    else:
+        from plaudit.doctor.checkup import run_checkup
 
-    from plaudit.doctor.checkup import run_checkup
-
-    memory = None if gpu_memory is None else gpu_memory * 1e9
-    raise typer.Exit(0 if run_checkup(loaded, sources, max_rows=rows, gpu_memory=memory) else 1)
+        memory = None if gpu_memory is None else gpu_memory * 1e9
+        checks = run_checkup(loaded, sources, max_rows=rows, gpu_memory=memory)
+    if html is not None:
+        write_page(html, loaded, checks)
+        print(f"\npage: {html}")
+    raise typer.Exit(0 if checks.passed else 1)
 
 
 app.command("engine-command", context_settings=ANYTHING_MAY_FOLLOW, epilog=examples("engine-command"))(engine_command)

@@ -5,6 +5,7 @@ A failing check does not prevent the others.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -23,12 +24,15 @@ from plaudit.doctor import memory, preferences, rewards, rows, sharding
 from plaudit.doctor.compatibility import PolicyContext, check_compatibility, check_lengths
 from plaudit.doctor.critic import check_critic
 from plaudit.doctor.engine import check_engine
-from plaudit.doctor.findings import MAX_SHOWN_CHARS, Checks, Finding, print_text, print_title
+from plaudit.doctor.findings import MAX_SHOWN_CHARS, Checks, Excerpt, Finding, print_title
 from plaudit.doctor.reward_models import ModelRewardCheck, check_ranks
+from plaudit.errors import PlauditError
+from plaudit.models.folder import context_tokens, read_config
 from plaudit.models.memory import Budget
 from plaudit.recipe import (
     DPORecipe,
     PreferenceRecipe,
+    Recipe,
     RewardModelDataSettings,
     RewardModelRecipe,
     RewardSettings,
@@ -50,18 +54,16 @@ def run_checkup(
     *,
     max_rows: int,
     gpu_memory: float | None = None,
-    console: Console | None = None,
-) -> bool:
-    """Print the findings; returns whether training can start. `gpu_memory`: plan for GPUs with this number of bytes, here or
-    elsewhere."""
-    console = console or Console(highlight=False)
+) -> Checks:
+    """Print the findings. `gpu_memory`: plan for GPUs with this number of bytes, here or elsewhere."""
+    console = Console(highlight=False)
     print_title(console, loaded)
     checkup = _Checkup(console, sharding.processes_of(loaded.recipe, gpu_memory))
     if isinstance(loaded.recipe, ScoreRecipe):
         checkup.check_scoring(loaded.recipe)
     else:
         checkup.check_training(loaded.recipe, sources, max_rows)
-    return checkup.passed
+    return checkup
 
 
 class _Checkup(Checks):
@@ -89,7 +91,7 @@ class _Checkup(Checks):
         self.check("rewards", lambda: rewards.check_answer_rules(recipe.rewards, []))
         self.check("ranks", lambda: check_ranks(recipe.rewards, 1, training=False))
         self.check("memory", lambda: self._memory(recipe))
-        memory.print_budgets(self.console, recipe, self.budgets, self.processes)
+        self._show_memory(recipe)
         self._show_reward_model_inputs()
 
     def check_training(self, recipe: TrainingRecipe, sources: dict[str, list[Source]], max_rows: int) -> None:
@@ -133,9 +135,9 @@ class _Checkup(Checks):
         if isinstance(recipe, RLRecipe):
             self.check("memory", lambda: self._memory(recipe))
         self.check("disk", lambda: memory.check_disk(recipe, self.steps, self.processes))
-        if isinstance(recipe, RLRecipe):
-            memory.print_budgets(self.console, recipe, self.budgets, self.processes)
+        self._show_memory(recipe)
         sharding.print_shardings(self.console, self.processes, self.shardings)
+        self.measured["shardings"] = [row.as_dict() for row in self.shardings]
         self._show_training_input(recipe, prompts)
         self._show_reward_model_inputs()
 
@@ -167,6 +169,7 @@ class _Checkup(Checks):
             return
         lengths = np.array([len(rows.prompt_tokens(template, prompt)) for prompt in prompts])
         yield "✓", f"{part}: {len(lengths):,} prompts rendered: {rows.spread(lengths)}"
+        self._keep_lengths(recipe, f"{part}: tokens of {len(lengths):,} prompts", lengths)
         yield from rows.check_too_long(part, lengths, "data.max_prompt_tokens", limit, recipe.data.too_long)
         yield from rows.check_control_tokens(part, template, recipe, [(prompt.messages, prompt.tools) for prompt in prompts])
         yield from rows.check_row_limit(part, len(prompts), max_rows)
@@ -197,6 +200,8 @@ class _Checkup(Checks):
             return
         rendered = [(where, row, template.example(row, where, recipe.data.train_on)) for where, row in read]
         yield from rows.check_lengths(recipe, part, [example for *_, example in rendered])
+        lengths = np.array([len(example) for *_, example in rendered])
+        self._keep_lengths(recipe, f"{part}: tokens of {len(rendered):,} rows", lengths)
         yield from rows.check_control_tokens(part, template, recipe, [(row.messages, row.tools) for _, row, _ in rendered])
         yield from rows.check_row_limit(part, len(rendered), max_rows)
         if part == "train":
@@ -214,6 +219,10 @@ class _Checkup(Checks):
         different = [(where, pair) for where, pair in pairs if not pair.equal]
         rendered = preferences.render_pairs(recipe, self.template, different)
         yield from preferences.check_pairs(recipe, part, pairs, rendered)
+        if rendered:
+            sides = np.array([(len(chosen), len(rejected)) for chosen, rejected in rendered])
+            self._keep_lengths(recipe, f"{part}: tokens of the longer side of {len(rendered):,} pairs", sides.max(axis=1))
+            self.measured["lengths"].append(preferences.count_differences(part, sides[:, 0] - sides[:, 1]))
         both = [([*pair.chosen.messages, *pair.rejected.messages], pair.chosen.tools) for _, pair in pairs]
         yield from rows.check_control_tokens(part, self.template, recipe, both)
         yield from rows.check_row_limit(part, len(pairs), max_rows)
@@ -256,19 +265,40 @@ class _Checkup(Checks):
         self.budgets = plan_devices(recipe, self.lengths, self.processes)
         yield from memory.check_budgets(recipe, self.budgets, self.processes)
 
-    # Samples ----------------------------------------------------------------------------------------------------------
+    # What was measured ------------------------------------------------------------------------------------------------
+
+    def _keep_lengths(self, recipe: TrainingRecipe, title: str, lengths: np.ndarray) -> None:
+        limits = {"data.max_tokens": recipe.data.max_tokens} if not isinstance(recipe, RLRecipe) else {}
+        with suppress(PlauditError, OSError, ValueError):  # reported by another check
+            config = read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+            if (context := context_tokens(config)) is not None:
+                limits["the model's context"] = context
+        if isinstance(recipe, RLRecipe):
+            new = recipe.rollout.max_new_tokens
+            limits = {"data.max_prompt_tokens": recipe.data.max_prompt_tokens} | {
+                f"{name} − rollout.max_new_tokens": max(0, limit - new) for name, limit in limits.items()
+            }
+        self.measured["lengths"].append(rows.count_lengths(title, rows.spread(lengths), lengths, limits))
+
+    def _show_memory(self, recipe: Recipe) -> None:
+        if isinstance(recipe, RLRecipe | ScoreRecipe):
+            memory.print_budgets(self.console, recipe, self.budgets, self.processes)
+        else:
+            with suppress(PlauditError, OSError, ValueError):  # reported by its check
+                resolved = resolve_checkpointing(recipe, self.lengths, lambda line: None, self.processes)
+                self.budgets = plan_devices(resolved, self.lengths, self.processes)
+        self.measured["memory"] = memory.tabulate(recipe, self.budgets, self.processes)
 
     def _show_training_input(self, recipe: TrainingRecipe, prompts: Sequence[Prompt]) -> None:
-        """Print the first row, pair or prompt as the policy sees it."""
+        """The first row, pair or prompt as the policy sees it."""
         if self.template is not None and self.examples and isinstance(recipe, SFTRecipe):
-            rows.show_row(self.console, self.template, self.examples[0][1], recipe.data.train_on)
+            self.show([rows.first_row(self.template, self.examples[0][1], recipe.data.train_on)])
         if self.template is not None and self.pair is not None and isinstance(recipe, PreferenceRecipe):
-            preferences.show_pair(self.console, self.template, recipe, self.pair)
+            self.show(preferences.first_pair(self.template, recipe, self.pair))
         if self.template is not None and prompts:
             text = self.template.render(prompts[0].messages, prompts[0].tools, generation_prompt=True)
-            print_text(self.console, "The first prompt as the model sees it", Text(text[:MAX_SHOWN_CHARS]))
+            self.show([Excerpt("The first prompt as the model sees it", Text(text[:MAX_SHOWN_CHARS]))])
 
     def _show_reward_model_inputs(self) -> None:
         for check in self.reward_checks:
-            for title, text in check.first_inputs():
-                print_text(self.console, title, text)
+            self.show(check.first_inputs())

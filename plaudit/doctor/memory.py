@@ -226,12 +226,11 @@ def _launched(name: str, reward: ModelReward, budgets: dict[str, Budget]) -> Fin
 
 
 def print_budgets(console: Console, recipe: Recipe, budgets: dict[str, Budget], processes: Processes = ALONE) -> None:
-    phases: Sequence[Any] = PHASES if isinstance(recipe, RLRecipe) else ("scoring",)
-    per_process = f" for each of {processes.size} processes, sharding {processes.sharding}" if processes.size > 1 else ""
+    phases = _phases(recipe)
     for kind, budget in budgets.items():
         width = max(30, *(len(need.name) for need in budget.needs)) + 2
         available = f", {gigabytes(budget.available)}" if math.isfinite(budget.available) else ""
-        console.print(f"\nMemory on {kind}{available}{per_process}:", style="bold", markup=False)
+        console.print(f"\nMemory on {kind}{available}{_per_process(processes)}:", style="bold", markup=False)
         lines = [("", [f"{phase:>10}" for phase in phases])]
         for need in budget.needs:
             sizes = [gigabytes(need.fixed + need.elastic) if phase in need.phases else "–" for phase in phases]
@@ -243,3 +242,35 @@ def print_budgets(console: Console, recipe: Recipe, budgets: dict[str, Budget], 
 
 def _in_turn(budget: Budget) -> str:
     return ", one offloaded at a time" if sum(need.in_turn for need in budget.needs) > 1 else ""
+
+
+def tabulate(recipe: Recipe, budgets: dict[str, Budget], processes: Processes = ALONE) -> list[dict[str, Any]]:
+    """The same as data, in bytes; None where a component takes nothing in a phase."""
+    phases = _phases(recipe)
+    return [
+        {
+            "device": kind + _per_process(processes),
+            "available": budget.available if math.isfinite(budget.available) else None,
+            "verdict": budget.verdict if math.isfinite(budget.available) else None,
+            "phases": phases,
+            "totals": [budget.at(phase) for phase in phases],
+            "needs": [
+                {
+                    "name": need.name,
+                    "sizes": [need.fixed + need.elastic if phase in need.phases else None for phase in phases],
+                    "elastic": need.elastic,
+                    "in_turn": need.in_turn,
+                }
+                for need in budget.needs
+            ],
+        }
+        for kind, budget in budgets.items()
+    ]
+
+
+def _phases(recipe: Recipe) -> Sequence[Any]:
+    return PHASES if isinstance(recipe, RLRecipe) else ("scoring",) if isinstance(recipe, ScoreRecipe) else ("training",)
+
+
+def _per_process(processes: Processes) -> str:
+    return f" for each of {processes.size} processes, sharding {processes.sharding}" if processes.size > 1 else ""

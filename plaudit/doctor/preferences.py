@@ -1,9 +1,9 @@
 """Checks of preference pairs: rendering, lengths, and length bias that a model could pick up instead of quality."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.text import Text
 
 from plaudit.data.conversations import Source
@@ -11,7 +11,7 @@ from plaudit.data.pairs import Preference
 from plaudit.data.templates import ChatTemplate
 from plaudit.data.transcript import Transcript
 from plaudit.doctor import rows
-from plaudit.doctor.findings import Finding, mark_spans, print_text
+from plaudit.doctor.findings import Excerpt, Finding, mark_spans
 from plaudit.models.classifier import is_classifier
 from plaudit.models.folder import architecture, read_config
 from plaudit.models.scalar import value_head_file
@@ -56,6 +56,13 @@ def check_pairs(
         yield "✓", text
 
 
+def count_differences(part: str, differences: np.ndarray) -> dict[str, Any]:
+    """`differences`: tokens of each chosen side minus those of its rejected one."""
+    title = f"{part}: how many tokens longer the chosen side is than the rejected one"
+    note = "If most of them are on one side of 0, the model may learn length instead of quality."
+    return rows.count_lengths(title, note, differences, {"equally long": 0})
+
+
 def check_margins(recipe: PreferenceRecipe, sources: Sequence[Source]) -> Iterator[Finding]:
     if isinstance(recipe, RewardModelRecipe) and recipe.data.margin_column is None:
         unused = [str(source.path) for source in sources if "margin" in source.rows().columns]
@@ -69,13 +76,12 @@ def check_head(recipe: RewardModelRecipe) -> Iterator[Finding]:
     yield "✓", f"{architecture(config) or 'a model'}: {'keeps its own score head' if has_head else 'gets a new score head'}"
 
 
-def show_pair(console: Console, template: ChatTemplate, recipe: PreferenceRecipe, pair: Preference) -> None:
+def first_pair(template: ChatTemplate, recipe: PreferenceRecipe, pair: Preference) -> Iterator[Excerpt]:
     for name, conversation in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+        title = f"The first pair's {name} conversation as the"
         if isinstance(recipe, RewardModelRecipe):
-            shown = Text(Transcript(template.tokenizer, template.text, recipe.data.special_tokens).render(conversation.messages))
-            title = f"The first pair's {name} conversation as the reward model sees it; its last token is scored"
+            text = Transcript(template.tokenizer, template.text, recipe.data.special_tokens).render(conversation.messages)
+            yield Excerpt(f"{title} reward model sees it; its last token is scored", Text(text))
         else:
-            text, spans = template.spans(conversation, "the first row")
-            shown, how = mark_spans(console, text, spans)
-            title = f"The first pair's {name} conversation as the model sees it; the compared tokens are {how}"
-        print_text(console, title, shown)
+            marked = mark_spans(*template.spans(conversation, "the first row"))
+            yield Excerpt(f"{title} model sees it", marked, "the compared tokens")

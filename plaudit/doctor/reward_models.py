@@ -12,7 +12,7 @@ from rich.text import Text
 
 from plaudit.data.templates import RENDER_ERRORS, ChatTemplate, load_template, load_tokenizer
 from plaudit.data.transcript import Transcript
-from plaudit.doctor.findings import Finding, quoted
+from plaudit.doctor.findings import Excerpt, Finding, quoted
 from plaudit.doctor.recording import SLOW, ModelInput, RecordingBackend
 from plaudit.doctor.rewards import synthetic_group
 from plaudit.doctor.sanity_pairs import BUILT_IN_IDS, Pair, make_pairs
@@ -178,8 +178,8 @@ class ModelRewardCheck:
 
     # Recorded inputs --------------------------------------------------------------------------------------------------
 
-    def first_inputs(self) -> Iterator[tuple[str, Text]]:
-        """Each model's first input as the model reads it, with a title."""
+    def first_inputs(self) -> Iterator[Excerpt]:
+        """Each model's first input as the model reads it."""
         for name, (reward, backend) in self.backends.items():
             if not backend.inputs or isinstance(reward.model, EmbeddingModel):
                 continue
@@ -187,15 +187,14 @@ class ModelRewardCheck:
             try:
                 if renderer is not None:
                     note = "" if backend.model_info.template is not None else ", rendered locally as its server should"
-                    yield f"What the model of reward {name} reads{note}", _highlight(redact(renderer.text(first)), renderer)
+                    text = _highlight(redact(renderer.text(first)), renderer)
+                    yield Excerpt(f"What the model of reward {name} reads{note}", text)
                     continue
             except RENDER_ERRORS:
                 pass
             content = "text" if isinstance(first, GenerationRequest) and first.text is not None else "messages"
-            yield (
-                f"The {content} that reward {name} sends to {', '.join(reward.model.url)}, rendered by the server",
-                Text(redact(plain_text(first))),
-            )
+            title = f"The {content} that reward {name} sends to {', '.join(reward.model.url)}, rendered by the server"
+            yield Excerpt(title, Text(redact(plain_text(first))))
 
 
 def check_ranks(rewards: Sequence[RewardSettings], size: int, *, training: bool) -> Iterator[Finding]:

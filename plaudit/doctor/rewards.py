@@ -52,7 +52,7 @@ def check_algorithm(recipe: RLRecipe) -> Iterator[Finding]:
         )
 
 
-def check_rules(loaded: LoadedRecipe) -> bool:
+def check_rules(loaded: LoadedRecipe) -> Checks:
     """The whole checkup of a recipe that only scores, with rewards that have no model: it needs no torch."""
     rewards = loaded.recipe.rewards if isinstance(loaded.recipe, ScoreRecipe) else ()
     checks = Checks(Console(highlight=False))
@@ -60,7 +60,7 @@ def check_rules(loaded: LoadedRecipe) -> bool:
     for reward in rewards:
         checks.check("reward", lambda reward=reward: check_reward(reward, []))
     checks.check("rewards", lambda: check_answer_rules(rewards, []))
-    return checks.passed
+    return checks
 
 
 def check_reward(reward: RewardSettings, prompts: list[Prompt]) -> Iterator[Finding]:

@@ -5,18 +5,19 @@ from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
-from rich.console import Console
 
 from plaudit.data.conversations import Source
 from plaudit.data.order import RowOrder
 from plaudit.data.templates import RENDER_ERRORS, ChatTemplate
-from plaudit.doctor.findings import Finding, mark_spans, print_text
+from plaudit.doctor.findings import Excerpt, Finding, mark_spans
 from plaudit.errors import DataError
 from plaudit.models.folder import read_config, require_same_tokens
 from plaudit.recipe import PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, TrainingRecipe
 from plaudit.types import Conversation, Example, Message, Prompt
 
 MAX_SHOWN_TOKENS = 3
+MAX_COLUMNS = 40
+"""Of a histogram."""
 Row = tuple[list[Message], list[Any] | None]
 """Messages and tools."""
 
@@ -74,6 +75,22 @@ def check_control_tokens(part: str, template: ChatTemplate, recipe: TrainingReci
 def spread(lengths: np.ndarray) -> str:
     median, p95 = int(np.median(lengths)), int(np.quantile(lengths, 0.95))
     return f"median {median:,} tokens, 95th percentile {p95:,}, longest {lengths.max():,}"
+
+
+def count_lengths(title: str, note: str, lengths: np.ndarray, limits: dict[str, int]) -> dict[str, Any]:
+    """A histogram in columns of equal width. `limits` are marked; one that is far away does not make it narrow."""
+    low, longest = min(int(lengths.min()), *limits.values()), int(lengths.max())
+    high = max([longest, *(limit for limit in limits.values() if limit <= 2 * longest)])
+    width = -(-(high + 1 - low) // MAX_COLUMNS)
+    counts = np.bincount((lengths - low) // width, minlength=-(-(high + 1 - low) // width)).tolist()
+    return {
+        "title": title,
+        "note": note,
+        "low": low,
+        "high": low + width * len(counts),
+        "counts": counts,
+        "limits": [{"name": name, "at": limit, "over": int((lengths > limit).sum())} for name, limit in limits.items()],
+    }
 
 
 def check_too_long(part: str, lengths: np.ndarray, setting: str, limit: int, action: str) -> Iterator[Finding]:
@@ -142,10 +159,9 @@ def check_steps(recipe: TrainingRecipe, order: RowOrder) -> Iterator[Finding]:
         yield "!", early
 
 
-def show_row(console: Console, template: ChatTemplate, conversation: Conversation, train_on: Literal["all", "last"]) -> None:
-    text, spans = template.spans(conversation, "the first row", train_on)
-    shown, how = mark_spans(console, text, spans)
-    print_text(console, f"The first row as the model sees it; target tokens are {how}", shown)
+def first_row(template: ChatTemplate, conversation: Conversation, train_on: Literal["all", "last"]) -> Excerpt:
+    marked = mark_spans(*template.spans(conversation, "the first row", train_on))
+    return Excerpt("The first row as the model sees it", marked, "target tokens")
 
 
 def check_context(recipe: RLRecipe, longest_prompt: int) -> Iterator[Finding]:

@@ -1,9 +1,10 @@
 """What several processes take of each GPU's memory, by what they divide among themselves, and the most that fits."""
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from rich.console import Console
@@ -12,7 +13,7 @@ from plaudit.cluster.ranks import process_count
 from plaudit.doctor.findings import Finding
 from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.folder import context_tokens, read_config
-from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, MemoryPlan, Sharding, gigabytes
+from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, MemoryPlan, Phase, Sharding, gigabytes
 from plaudit.recipe import Recipe, ScoreRecipe, TrainingRecipe
 from plaudit.train.limits import MOST_TOKENS, largest_model, longest_sequence
 from plaudit.train.memory_plan import Lengths, plan_devices, plan_policy, resolve_checkpointing, resolve_sharding
@@ -64,7 +65,11 @@ class Row:
     @property
     def least(self) -> float:
         """In the phase that takes the most; of the cache, nothing."""
-        return max(self.budget.at(phase, fixed_only=True) for phase in PHASES)
+        return self.budget.at(self.heaviest, fixed_only=True)
+
+    @property
+    def heaviest(self) -> Phase:
+        return max(PHASES, key=lambda phase: self.budget.at(phase, fixed_only=True))
 
     @property
     def verdict(self) -> Literal["yes", "tight", "no"]:
@@ -85,6 +90,21 @@ class Row:
         ]
         longest = f"{self.longest:,}" if self.longest < MOST_TOKENS else f"over {MOST_TOKENS:,}"
         return [self.sharding, *(gigabytes(size) if size else "–" for size in sizes), gigabytes(self.least), self.verdict, longest]
+
+    def as_dict(self) -> dict[str, Any]:
+        """With the parts of what it takes at least, in bytes."""
+        needs = [need for need in self.budget.needs if self.heaviest in need.phases]
+        largest_in_turn = max((need.fixed for need in needs if need.in_turn), default=0.0)
+        parts = {
+            {"passes": "gradients, activations", "sampling": "engine"}.get(part, part): sum(
+                need.fixed for need in needs if need.part == part and not need.in_turn
+            )
+            for part in dict.fromkeys(need.part for need in needs)
+        }
+        parts |= {"one offloaded model": largest_in_turn} if largest_in_turn else {}
+        available = self.budget.available if math.isfinite(self.budget.available) else None
+        cells = dict(zip(HEADER, self.cells, strict=True))
+        return {"parts": parts, "phase": self.heaviest, "available": available, "cells": cells}
 
 
 HEADER = [

@@ -3,21 +3,17 @@ validations come first, then evenly spaced ones; what was left out is said on th
 
 import base64
 import gzip
-import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from plaudit.errors import PlauditError
 from plaudit.files import write_atomic
 from plaudit.redaction import redact_all
-from plaudit.report.pages import MODULES, read_asset, style_sheet
+from plaudit.report.pages import VIEWER, draw_file
 from plaudit.viewing.steps import read_all_samples
 from plaudit.viewing.viewer import Viewer, from_coarse_to_fine
 
-IMPORT = re.compile(r"^import .*;\n", re.MULTILINE)
-EXPORT = re.compile(r"^export ", re.MULTILINE)
 MAX_TEXT = 20_000
 """Characters of a text in the file."""
 
@@ -30,7 +26,7 @@ def write_page(viewer: Viewer, file: Path, max_bytes: int) -> str:
         answers[f"runs/{number}/diagnostics"] = _all_diagnostics(viewer, number)
         answers[f"runs/{number}/metrics"] = viewer.metrics(number)  # of a dump, from its diagnostics
     answers = redact_all({"runs": runs, **answers})
-    size = len(shell("", answers, {}))
+    size = len(_draw("", answers, {}))
     steps: dict[int, dict[str, list[int]]] = {number: {"train": [], "val": []} for number in numbers}
     packed: dict[str, str] = {}
     offered, unreadable = _in_turn(viewer), 0
@@ -47,7 +43,7 @@ def write_page(viewer: Viewer, file: Path, max_bytes: int) -> str:
         answers["runs"][number]["samples"] = {split: [min(s), max(s), len(s)] for split, s in of_run.items() if s}
     what = f"samples of {len(packed)} of {len(offered)} steps" if len(packed) < len(offered) else "all samples"
     try:
-        write_atomic(file, shell(f"A file made by plaudit view, with {what}.", answers, packed))
+        write_atomic(file, _draw(f"A file made by plaudit view, with {what}.", answers, packed))
     except OSError as error:
         raise PlauditError(f"--out: {file} cannot be written: {error}") from None
     reasons = [f"{unreadable} cannot be read"] if unreadable else []
@@ -57,21 +53,8 @@ def write_page(viewer: Viewer, file: Path, max_bytes: int) -> str:
     return f"{file}: {file.stat().st_size / 1e6:.1f} MB, {what}{why}"
 
 
-def shell(note: str, answers: dict[str, Any], packed: dict[str, str]) -> str:
-    """The page with its style, its modules joined into one, and its data. Nothing else may run or be loaded."""
-    script = "\n".join(EXPORT.sub("", IMPORT.sub("", read_asset(name))) for name in MODULES)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
-    data = json.dumps(
-        {"note": note, "answers": answers, "packed": packed}, allow_nan=False, default=str, separators=(",", ":")
-    ).replace("<", r"\u003c")  # `</script` would end it, wherever it stands
-    page = read_asset("index.html")
-    page = page.replace('<link rel="stylesheet" href="page/style.css">', style_sheet())
-    page = page.replace(
-        '<meta charset="utf-8">', f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">'
-    )
-    embedded = f'<script type="application/json" id="embedded">{data}</script>'
-    return page.replace('<script type="module" src="page/app.js"></script>', f'{embedded}\n<script type="module">{script}</script>')
+def _draw(note: str, answers: dict[str, Any], packed: dict[str, str]) -> str:
+    return draw_file("plaudit view", VIEWER, {"note": note, "answers": answers, "packed": packed})
 
 
 def _all_diagnostics(viewer: Viewer, number: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import io
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -24,15 +23,15 @@ from plaudit.audit.cli import audit, draw_groups, write_report
 from plaudit.audit.correlation import pearson, ranks, spearman, spearman_partial, spearman_within
 from plaudit.audit.dumps import Rollout, list_files, read_rollouts
 from plaudit.audit.inspection import inspect
-from plaudit.audit.page import draw_page
 from plaudit.audit.probes import PROBES, probe_text, reformatted
 from plaudit.audit.targets import final_answer, make_target, replace_all, replace_last, to_number
-from plaudit.audit.terminal import findings, print_report, scope, shown
+from plaudit.audit.terminal import findings, general_checks, print_report, scope, shown
 from plaudit.errors import DataError, PlauditError
 from plaudit.recipe import ScoreRecipe
 from plaudit.recipe.audit import AuditSettings
 from plaudit.rewards.reward import LiveReward, Reward, failed
 from plaudit.types import Prompt, Score
+from support.pages import embedded_data
 from support.paths import REPOSITORY
 from support.recipes import write_recipe
 from support.rows import write_jsonl
@@ -483,43 +482,17 @@ def test_complete_groups_are_drawn():
 # Reports -------------------------------------------------------------------------------------------------------------
 
 
-class Tags(HTMLParser):
-    """Asserts that every tag is closed and nothing is fetched."""
-
-    def __init__(self):
-        super().__init__()
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag, attrs):
-        assert tag not in ("script", "link", "img", "iframe")
-        assert not {"src", "href"} & {name for name, _ in attrs}
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        pass
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 def test_report_files(tmp_path):
     evil = [
         Rollout(prompt(i, f"<script>alert({i})</script> 3 4?", "5"), ("5", "3"), (1.0, 0.0), (1, 1), (None, None)) for i in range(3)
     ]
     report = report_of([Odd(how="costly")], evil)
     write_report(report, tmp_path)
-    page = (tmp_path / "audit.html").read_text()
-    tags = Tags()
-    tags.feed(page)
-    assert not tags.open
-    assert "<script" not in page
-    assert not re.search("[\u200b\u202e]", page)
-    assert "⟨U+200B⟩" in page  # from the unicode probe, which this reward accepts
-    assert "prefers-color-scheme: dark" in page
-    assert "http" not in page
-    assert "<th class=n>measured</th>" in page
-    assert "<th class=n>mean reward</th>" in page
+    page = embedded_data(tmp_path / "audit.html")
+    assert len(re.findall("<script", (tmp_path / "audit.html").read_text())) == 2  # the data and the program
+    assert "<script>alert(0)</script>" in json.dumps(page["numbers"]["probes"])
+    assert (page["verdict"], page["scope"]) == ("failed", scope(report))
+    assert page["checks"] == [check.as_dict() for check in general_checks(report)]
     numbers = json.loads((tmp_path / "audit.json").read_text())
     assert numbers["passed"] is False
     assert "order" in numbers["failed"]
@@ -538,10 +511,11 @@ def test_the_verdict_covers_only_what_was_measured():
     assert f"{len(failed.failed)} of {len(failed.checks)} measured checks failed" in scope(failed)
 
 
-def test_probes_that_were_not_rewarded_are_in_one_table_only():
-    page = draw_page(report_of([{"kind": "exact"}]))
-    assert page.count(">echo<") == 1
-    assert "exploit: " not in page
+def test_probes_that_were_not_rewarded_are_in_one_table_only(tmp_path):
+    write_report(report_of([{"kind": "exact"}]), tmp_path)
+    page = embedded_data(tmp_path / "audit.html")
+    assert [check["name"] for check in page["checks"] if "echo" in check["name"]] == []
+    assert [probe["state"] for probe in page["numbers"]["probes"] if probe["name"] in ("reference", "echo")] == ["info", "pass"]
 
 
 @pytest.mark.parametrize("width", [80, 100])

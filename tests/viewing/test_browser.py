@@ -10,28 +10,22 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlparse
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from support.made_runs import make_run, scored_group
+from support.pages import HOSTILE, chromium, least_contrast, watched_page
 
 pytestmark = pytest.mark.slow
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>\x1b[2J\u202eright to left\u202c"
+TEXT = HOSTILE + "\x1b[2J\u202eright to left\u202c"
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +37,7 @@ def run(tmp_path_factory) -> Path:
     steps = {}
     for step in range(1, 7):
         first = scored_group(
-            "p1", [thought, "the answer is 3", HOSTILE, f"two, at step {step}"], [1.1, 0.4, 0.05, 1.45], parts=parts, trace=trace
+            "p1", [thought, "the answer is 3", TEXT, f"two, at step {step}"], [1.1, 0.4, 0.05, 1.45], parts=parts, trace=trace
         )
         failed = scored_group("p2", ["x", "y"], [None, 0.25], prompt="Say x.", data_source="letters")
         long = scored_group("p3", ["z" * 1_000_000, "short"], [0.0, 1.0], prompt="Be brief. " * 20, tokens=[4, 2])
@@ -83,19 +77,9 @@ class serving:
 @pytest.fixture
 def page(browser, request) -> Iterator:
     """Fails the test if the page has logged an error or requested anything from another machine."""
-    settings = getattr(request, "param", {})
-    context = browser.new_context(viewport={"width": 1280, "height": 860}, **settings)
-    page = context.new_page()
-    problems, hosts = [], set()
-    page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("request", lambda sent: hosts.add(urlparse(sent.url).hostname))
-    page.expected = []
-    yield page
-    context.close()
-    expected = [*page.expected, "ERR_CONNECTION_REFUSED"]  # a page follows its run for as long as it is open, the server or not
-    assert [problem for problem in problems if not any(part in problem for part in expected)] == []
-    assert hosts <= {"127.0.0.1", None, ""}
+    with watched_page(browser, **getattr(request, "param", {})) as page:
+        yield page
+        page.expected.append("ERR_CONNECTION_REFUSED")  # a page follows its run for as long as it is open, the server or not
 
 
 def wait_for_title(page, name: str) -> None:
@@ -353,17 +337,7 @@ def test_a_point_of_a_curve_leads_to_its_samples(page, address):
 def test_text_can_be_read_in_dark_and_light(page, address):
     page.goto(f"{address}/#/step/made/train/1")
     wait_for_title(page, "Step 1")
-    colours = page.evaluate("""() => ["body", ".dim", "a.prompt"].map((s) => getComputedStyle(document.querySelector(s)).color)
-        .concat(getComputedStyle(document.body).backgroundColor)""")
-    light = [luminance(*map(int, re.findall(r"\d+", colour)[:3])) for colour in colours]
-    for text in light[:-1]:
-        ratio = (max(text, light[-1]) + 0.05) / (min(text, light[-1]) + 0.05)
-        assert ratio >= 4.5  # WCAG AA
-
-
-def luminance(*rgb: int) -> float:
-    linear = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    assert least_contrast(page, "body", ".dim", "a.prompt") >= 4.5  # WCAG AA
 
 
 @pytest.mark.parametrize("width", [390, 1280])

@@ -1,4 +1,4 @@
-// Charts as SVG: curves over steps or time, histograms.
+// Charts: curves over steps or time, columns, histograms, stacked bars.
 
 import { h, s, number, seriesColour } from "./dom.js";
 
@@ -99,35 +99,79 @@ export function lineChart({ title, note, series, log = false, share = 0, xLabel 
   return box;
 }
 
-// How often each value occurs; bins of equal width.
-export function histogram(values, { title, bins = 20, colour, onPick }) {
-  const box = h("div", { class: "card chart" }, h("h3", {}, title));
-  if (!values.length) return box;
-  let low = Math.min(...values), high = Math.max(...values);
-  if (low === high) { low -= 0.5; high += 0.5; }
-  const counts = Array(bins).fill(0);
-  for (const x of values) counts[Math.min(bins - 1, Math.floor(((x - low) / (high - low)) * bins))]++;
-  const most = Math.max(...counts), height = 120, width = (W - LEFT - RIGHT) / bins;
+// Columns from left to right: {value, tip, colour, mark, onclick}. Labels and lines have places in columns: 2.5 is the middle of the third.
+function columnChart({ title, note, columns, labels, lines = [], legend }) {
+  const box = h("div", { class: "card chart" }, h("h3", {}, title), note ? h("p", {}, note) : null);
+  if (!columns.length) return box;
+  const top = TOP + 13 * lines.length, height = 112 + top, width = (W - LEFT - RIGHT) / columns.length, gap = Math.min(width / 5, 8);
+  const heights = columns.flatMap((one) => [one.value, one.mark ?? 0]), low = Math.min(0, ...heights), high = Math.max(low === 0 && Math.max(...heights) <= 0 ? 1 : 0, ...heights);
+  const toX = (place) => LEFT + place * width, toY = (y) => height - ((y - low) / (high - low)) * (height - top);
   const svg = s("svg", { viewBox: `0 0 ${W} ${height + 26}`, role: "img", "aria-label": title });
-  for (const y of ticks(0, most, 3)) svg.append(s("line", { class: "grid", x1: LEFT, x2: W - RIGHT, y1: height - (y / most) * (height - TOP), y2: height - (y / most) * (height - TOP) }), s("text", { x: LEFT - 6, y: height - (y / most) * (height - TOP) + 4, "text-anchor": "end" }, number(y)));
-  counts.forEach((count, i) => {
-    if (!count) return;
-    const tall = Math.max(1.5, (count / most) * (height - TOP)), from = low + (i / bins) * (high - low), to = low + ((i + 1) / bins) * (high - low);
-    svg.append(s("rect", { x: LEFT + i * width + 1, y: height - tall, width: width - 2, height: tall, rx: 1.5, style: { fill: colour((from + to) / 2, low, high) }, onclick: onPick ? () => onPick(from, to) : null }, s("title", {}, `${count} between ${number(from, 3)} and ${number(to, 3)}`)));
+  for (const y of ticks(low, high, 3)) svg.append(s("line", { class: "grid", x1: LEFT, x2: W - RIGHT, y1: toY(y), y2: toY(y) }), s("text", { x: LEFT - 6, y: toY(y) + 4, "text-anchor": "end" }, number(y, 3)));
+  columns.forEach(({ value, tip, colour = "var(--bar)", mark, onclick }, i) => {
+    const tall = value ? Math.max(1.5, Math.abs(toY(value) - toY(0))) : 0;
+    if (tall) svg.append(s("rect", { x: toX(i) + gap / 2, y: value < 0 ? toY(0) : toY(0) - tall, width: width - gap, height: tall, rx: 1.5, style: { fill: colour }, onclick }, s("title", {}, tip)));
+    if (mark !== undefined) svg.append(s("line", { class: "mark", x1: toX(i), x2: toX(i + 1), y1: toY(mark), y2: toY(mark) }));
   });
-  for (const x of ticks(low, high, 6)) svg.append(s("text", { x: LEFT + ((x - low) / (high - low)) * (W - LEFT - RIGHT), y: height + 18, "text-anchor": "middle" }, number(x, 3)));
+  for (const { at, text } of labels) svg.append(s("text", { x: toX(at), y: height + 18, "text-anchor": "middle" }, text));
+  [...lines].sort((a, b) => b.at - a.at).forEach(({ at, text }, i) => { // so that no line crosses a label
+    const beyond = at > columns.length, x = toX(Math.min(at, columns.length));
+    if (!beyond) svg.append(s("line", { class: "limit", x1: x, x2: x, y1: 13 * i, y2: height }));
+    const left = beyond || x > W / 2;
+    svg.append(s("text", { class: "limit", x: x + (left ? -4 : 4), y: 10 + 13 * i, "text-anchor": left ? "end" : "start" }, beyond ? `${text} →` : text));
+  });
   box.append(svg);
+  if (legend) box.append(legend);
   return box;
 }
 
-// Components of a reward, one after another. Negative ones are drawn in front of zero.
+// Bars under their labels, each with an optional mark: [{label, value, tip, mark}].
+export function barChart({ title, note, bars }) {
+  return columnChart({ title, note, columns: bars, labels: bars.map(({ label }, i) => ({ at: i + 0.5, text: label })) });
+}
+
+// How often each value occurs; bins of equal width.
+export function histogram(values, { bins = 20, ...options }) {
+  let low = Infinity, high = -Infinity;
+  for (const x of values) { low = Math.min(low, x); high = Math.max(high, x); }
+  if (low === high) { low -= 0.5; high += 0.5; }
+  const counts = Array(values.length ? bins : 0).fill(0);
+  for (const x of values) counts[Math.min(bins - 1, Math.floor(((x - low) / (high - low)) * bins))]++;
+  return binChart({ low, high, counts }, options);
+}
+
+// Values that have been counted: equal bins from low to high. Limits are lines: [{at, text}].
+export function binChart({ low, high, counts }, { title, note, colour = () => "var(--bar)", onPick, limits = [], legend }) {
+  const edge = (i) => low + (i / counts.length) * (high - low), place = (x) => ((x - low) / (high - low)) * counts.length;
+  const columns = counts.map((count, i) => {
+    const [from, to] = [edge(i), edge(i + 1)];
+    return { value: count, tip: `${number(count)} between ${number(from, 3)} and ${number(to, 3)}`, colour: colour((from + to) / 2, low, high), onclick: onPick ? () => onPick(from, to) : null };
+  });
+  const labels = columns.length ? ticks(low, high, 6).map((x) => ({ at: place(x), text: number(x, 3) })) : [];
+  return columnChart({ title, note, columns, labels, lines: limits.map(({ at, text }) => ({ at: place(at), text })), legend });
+}
+
+// Parts one after another: [name, size, soft]; soft ones are striped. Negative ones are drawn in front of zero.
 export function stackedBar(parts, largest, colours) {
   const bar = h("div", { class: "stack", title: parts.map(([name, x]) => `${name} ${number(x, 3)}`).join("\n") });
-  for (const [name, x] of parts) {
+  for (const [name, x, soft] of parts) {
     if (!x) continue;
-    bar.append(h("i", { style: { width: `${(100 * Math.abs(x)) / (largest || 1)}%`, background: colours[name], opacity: x < 0 ? "0.45" : "1" } }));
+    bar.append(h("i", { class: soft ? "soft" : null, style: { width: `${(100 * Math.abs(x)) / (largest || 1)}%`, background: colours[name], opacity: x < 0 ? "0.45" : "1" } }));
   }
   return bar;
+}
+
+// Stacked bars under each other against a limit: rows of {name, parts, total}. A limit that would make slivers of them is only named.
+export function limitedBars({ rows, limit, colours, format }) {
+  const most = Math.max(...rows.map((row) => row.total)), drawn = limit !== null && most > limit / 12;
+  const scale = drawn ? Math.max(most, limit) * 1.02 : most;
+  const bars = rows.map(({ name, parts, total }) => {
+    const bar = stackedBar(parts.map(([part, size, soft]) => [part, size, soft]), scale, colours);
+    bar.title = parts.map(([part, size]) => `${part}: ${format(size)}`).join("\n");
+    return h("div", { class: "limited" }, h("span", {}, name), h("div", { class: "lane" }, bar, drawn ? h("i", { class: "limit", style: { left: `${(100 * limit) / scale}%` } }) : null), h("span", { class: `num${limit !== null && total > limit ? " fail" : ""}` }, format(total)));
+  });
+  const note = limit === null ? "How much the device has is not known." : drawn ? `The line is what the device has, ${format(limit)}.` : `The device has ${format(limit)}, ${number(Math.floor(limit / most))} times the longest bar.`;
+  return h("div", { class: "bars" }, bars, h("p", { class: "small dim" }, note));
 }
 
 export function legendOf(names, colours, describe = (name) => name) {

@@ -61,6 +61,20 @@ function appendVisible(element, text) {
   element.append(text.slice(start));
 }
 
+// Columns of numbers are right-aligned; cells are texts, numbers, elements or null. A table that is too wide scrolls by itself.
+export function table(heads, rows) {
+  const numeric = heads.map((_, i) => rows.every((row) => row[i] === null || typeof row[i] === "number"));
+  const cell = (tag, value, i) => h(tag, { class: numeric[i] ? "n" : null }, tag === "td" && numeric[i] ? number(value, 3) : typeof value === "string" ? visible(value) : value);
+  return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, heads.map((head, i) => cell("th", head, i)))), h("tbody", {}, rows.map((row) => h("tr", {}, row.map((value, i) => cell("td", value, i)))))));
+}
+
+// A page of its own, made by a command: the bar on top and the parts below it.
+export function showReport(command, ...parts) {
+  document.body.className = "report";
+  document.getElementById("top").append(h("div", { class: "inner" }, h("span", { class: "brand" }, h("b", {}, "plaudit"), ` ${command}`)));
+  document.getElementById("main").append(...parts.flat().filter(Boolean));
+}
+
 // Numbers
 
 // Of a part of an address.
@@ -104,5 +118,6 @@ export function rewardColour(value, low, high) {
 }
 
 export function seriesColour(index) {
-  return `var(--c${index % 8})`;
+  const colour = `var(--c${index % 8})`;
+  return index < 8 ? colour : `color-mix(in oklab, ${colour} 55%, var(--ink))`;
 }
