@@ -35,7 +35,9 @@ def pages(tmp_path_factory, tiny_model, reward_file) -> dict[str, Path]:
         for i in range(10, 20)
         for text in (str(i + 1), f"{HOSTILE} no idea")
     ]
-    rl = rl_recipe(tiny_model, write_jsonl(folder / "prompts.jsonl", prompts), folder / "rl", reward_file)
+    rl = rl_recipe(
+        tiny_model, write_jsonl(folder / "prompts.jsonl", prompts), folder / "rl", reward_file, data={"max_prompt_tokens": 200}
+    )
     sft = sft_recipe(tiny_model, write_jsonl(folder / "rows.jsonl", rows), folder / "sft")
     broken = REPOSITORY / "recipes/audit/any_number.py"
     rules = {"stage": "score", "rewards": [{"kind": "function", "path": str(broken)}, {"kind": "exact", "weight": 0.5}]}
