@@ -102,6 +102,7 @@ EXAMPLES = {
         "plaudit doctor recipes/smollm2/grpo.yaml",
         "plaudit doctor recipes/smollm2/grpo.yaml rollout.n=4 --rows 0",
         "plaudit doctor recipes/smollm2/grpo.yaml cluster.gpus=8 --gpu-memory 141",
+        "plaudit doctor recipes/smollm2/grpo.yaml --html doctor.html",
     ),
     "engine-command": ("plaudit engine-command recipes/smollm2/grpo.yaml rollout.engine=vllm",),
 }
