@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace, job: dict[str, Any]) -> None:
             return
         if job["system"] == "plaudit" and not checkpoint:
             checkpoint = True
-        elif (batch := chosen_batch(lines)) is not None and batch > SMALLEST_BATCH:
+        elif args.trl_batch is None and (batch := chosen_batch(lines)) is not None and batch > SMALLEST_BATCH:
             max_batch = batch // 2
         else:
             return
@@ -105,7 +105,7 @@ def attempt(args: argparse.Namespace, job: dict[str, Any], checkpoint: bool, max
     job = {
         **job, "run": run, "results": str(args.results), "began": time.time(), "device": args.device, "tiny": args.tiny,
         "steps": args.steps, "warm_up": args.warm_up, "checkpoint": checkpoint, "max_batch": max_batch, "set": args.set,
-        "trl_set": args.trl_set, "trl_dtype": args.trl_dtype,
+        "trl_set": args.trl_set, "trl_dtype": args.trl_dtype, "batch": args.trl_batch,
     }  # fmt: skip
     append(args.results, {"run": run, "line": "job", **job})
     print(f"{run}{' with checkpointing' if checkpoint else ''}", flush=True)
@@ -244,6 +244,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.NAME=VALUE", help="override of plaudit's recipe")
     parser.add_argument("--trl-set", action="append", default=[], metavar="NAME=VALUE", help="argument of TRL's trainer")
     parser.add_argument("--trl-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of TRL's weights")
+    parser.add_argument("--trl-batch", type=int, metavar="ROWS", help="rows per pass of TRL, instead of a search")
     parser.add_argument("--trl-python", type=Path, default=Path(sys.executable), help="the Python that has TRL and vLLM")
     parser.add_argument("--trl-path", type=Path, help="a folder of unpacked wheels for TRL's processes")
     parser.add_argument("--timeout", type=float, default=550.0, help="seconds for each process (default 550)")

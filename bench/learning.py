@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--validate-every", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=90.0, help="of training, after which a run of TRL ends (default 90)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of training, after which a run ends (default 60)")
     parser.add_argument("--timeout", type=float, default=480.0, help="seconds for each process (default 480)")
     parser.add_argument("--trl-python", type=Path, default=Path(sys.executable), help="the Python that has TRL, vLLM and plaudit")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

@@ -342,7 +342,7 @@ def run(job: dict, report: Report) -> dict[str, float]:
         tokenizer = make_folder(config_of(job["size"], work), folder)
         vllm, share = vllm_settings(job) if samples else (None, 0.97)
         began = time.time()
-        chosen, searched = search(job, folder, tokenizer, share)
+        chosen, searched = search(job, folder, tokenizer, share) if job["batch"] is None else (Candidate(job["batch"]), {})
         search_s = time.time() - began
         clock = Clock(report.step)
         if samples:
