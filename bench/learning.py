@@ -121,20 +121,15 @@ def learn_with_plaudit(args: argparse.Namespace, task: dict[str, Any], seed: int
         append(args.results, {"system": "plaudit", "seed": seed, "began": began, "error": failure})
         print(f"  FAILED: {failure}", flush=True)
         return
-    trained, before = 0.0, 0.0
+    trained = 0.0
     for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-        if row["step"] == 0:
-            before = row["time/step_s"]
-        else:
+        if row["step"] > 0:
             trained += row["time/step_s"] - row.get("time/validate_s", 0.0)
         if "val/reward" in row and trained <= task["seconds"]:
             found = {"step": int(row["step"]), "seconds": trained, "reward": row["val/reward"], "samples": row.get("val/samples")}
             append(args.results, {"system": "plaudit", "seed": seed, "began": began, **found})
-    whole = time.time() - began
-    # From the start of the process to the first step: what is neither a step nor a validation, the last save included.
-    append(
-        args.results, {"system": "plaudit", "seed": seed, "began": began, "whole_s": whole, "trained_s": trained, "first_s": before}
-    )
+    found = {"whole_s": time.time() - began, "trained_s": trained}
+    append(args.results, {"system": "plaudit", "seed": seed, "began": began, **found})
 
 
 def learn_with_trl(args: argparse.Namespace, task: dict[str, Any]) -> None:
@@ -182,12 +177,12 @@ def reward_at(lines: list[dict], seconds: float) -> float:
 
 
 def table(runs: dict[str, dict[int, list[dict]]]) -> str:
-    columns = ["system", "seed", "before", "after", "steps", "training, s", "s a step", "whole, s"]
+    columns = ["system", "seed", "before", "after", "steps", "training, s", "s a step", "start-up, validation, saving, s"]
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     for system, seeds in runs.items():
         ends = []
         for seed, of_run in sorted(seeds.items()):
-            curve, whole = validations(of_run), next((line["whole_s"] for line in of_run if "whole_s" in line), None)
+            curve, whole = validations(of_run), next((line for line in of_run if "whole_s" in line), None)
             if not curve:
                 lines.append(f"| {SYSTEMS[system]} | {seed} | {of_run[-1].get('error', 'nothing')[:100]} | | | | | |")
                 continue
@@ -195,7 +190,7 @@ def table(runs: dict[str, dict[int, list[dict]]]) -> str:
             ends.append((first["reward"], last["reward"], last["seconds"]))
             per_step = last["seconds"] / last["step"] if last["step"] else float("nan")
             rewards = f"{first['reward']:.3f} | {last['reward']:.3f} | {last['step']}"
-            ending = "" if whole is None else f"{whole:.0f}"
+            ending = "" if whole is None else f"{whole['whole_s'] - whole['trained_s']:.0f}"
             lines.append(f"| {SYSTEMS[system]} | {seed} | {rewards} | {last['seconds']:.1f} | {per_step:.2f} | {ending} |")
         if len(ends) > 1:
             means = [statistics.fmean(column) for column in zip(*ends, strict=True)]

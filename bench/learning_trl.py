@@ -108,9 +108,8 @@ def learn(job: dict, seed: int, began: float) -> None:
     validation.trainer = trainer
     if on_cpu:  # a smoke test: vLLM's build for CPUs repacks weights when it starts and takes no others
         trainer.vllm_generation.sync_weights = lambda: None
-    ready = time.time()
     trainer.train()
-    found = {"whole_s": time.time() - began, "trained_s": validation.trained, "first_s": ready - began}
+    found = {"whole_s": time.time() - began, "trained_s": validation.trained}
     append(job["results"], {"system": "trl", "seed": seed, "began": job["began"], **found})
 
 
