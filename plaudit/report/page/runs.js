@@ -4,7 +4,7 @@ import { h, number, duration, plural, seriesColour } from "./dom.js";
 import { get, isFile } from "./data.js";
 import { lineChart } from "./charts.js";
 
-const FIRST = ["reward", "val/reward", "loss", "val/loss", "length", "entropy", "groups_without_signal", "truncated", "malformed", "dropped", "accuracy", "kl"];
+const FIRST = ["reward", "val/reward", "length", "entropy", "groups_without_signal", "loss", "val/loss", "truncated", "malformed", "dropped", "accuracy", "kl"];
 const settings = { share: 0.6, clock: false, log: false, filter: "", hidden: new Set() };
 
 export async function runsPage(ctx) {
