@@ -32,10 +32,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -166,6 +167,9 @@ def grpo_cases() -> dict[str, Case]:
 
 # Both sides' processes ------------------------------------------------------------------------------------------------
 
+Comparison = Generator[list[dict], dict, bool]
+"""Yields TRL's jobs, is sent what `run_trl` returns for them, and returns whether both agree."""
+
 
 def run_trl(python: Path, jobs: list[dict], folder: Path) -> dict:
     """TRL's log of each step of each job, and its versions. Its output is shown only on failure."""
@@ -177,6 +181,19 @@ def run_trl(python: Path, jobs: list[dict], folder: Path) -> dict:
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout}")
     return json.loads(log_file.read_text())
+
+
+def run_comparisons(comparisons: Sequence[Comparison], python: Path, folder: Path) -> list[bool]:
+    """Whether both agree. One process of TRL trains the jobs of all comparisons: importing it takes longer than most of them."""
+    jobs = [next(comparison) for comparison in comparisons]
+    log = run_trl(python, list(chain(*jobs)), folder)
+    steps, agree = iter(log["steps"]), []
+    for comparison, own in zip(comparisons, jobs, strict=True):
+        try:
+            comparison.send(log | {"steps": list(islice(steps, len(own)))})
+        except StopIteration as end:
+            agree.append(end.value)
+    return agree
 
 
 @contextlib.contextmanager
@@ -295,8 +312,8 @@ def pair_for_trl(pair: Pair, recipe: dict) -> dict:
     return {"prompt_ids": pair.chosen.tokens[:begin].tolist(), **sides}
 
 
-def compare_steps(names: Sequence[str], kind: str, tolerance: float, trl_python: Path, folder: Path) -> bool:
-    """Train with both and print the tables; returns whether they agree."""
+def compare_steps(names: Sequence[str], kind: str, tolerance: float, folder: Path) -> Comparison:
+    """Train with both and print the tables."""
     jobs, recipes, ours = [], [], []
     for name in names:
         case, place = STEP_BY_STEP[name], folder / str(len(jobs))
@@ -315,7 +332,7 @@ def compare_steps(names: Sequence[str], kind: str, tolerance: float, trl_python:
                 "trained_model": str(place / "trl_model"),
             }
         )
-    log = run_trl(trl_python, jobs, folder)
+    log = yield jobs
     agree = True
     for name, recipe, our, their in zip(names, recipes, ours, log["steps"], strict=True):
         print(f"\n{name}, {kind}")
@@ -430,8 +447,8 @@ def first_gradients(
     return learner.learn(groups, step=1), kept
 
 
-def compare_gradients(names: Sequence[str], kind: str, tolerance: float, trl_python: Path, folder: Path) -> bool:
-    """Compare the gradients of both, one line per case; returns whether they agree."""
+def compare_gradients(names: Sequence[str], kind: str, tolerance: float, folder: Path) -> Comparison:
+    """Compare the gradients of both, one line per case."""
     rows = conversations()
     # Far from uniform, otherwise all gradients would be small; each further model is perturbed a little more.
     reference = perturbed(tiny_model(kind, rows, folder), folder / "reference", by=4.0, seed=1)
@@ -466,7 +483,7 @@ def compare_gradients(names: Sequence[str], kind: str, tolerance: float, trl_pyt
         }
         for number, case in enumerate(cases.values())
     ]
-    log = run_trl(trl_python, jobs, folder)
+    log = yield jobs
     plaudit.objectives.advantages.grpo = partial(grpo, eps=TRL_STD_EPS)
     lengths = [len(sample["completion_ids"]) for sample in samples]
     print(f"\ngrpo, {kind}: the gradients of the first step")
@@ -494,6 +511,11 @@ def compare_gradients(names: Sequence[str], kind: str, tolerance: float, trl_pyt
     return agree
 
 
+def new_folder(parent: Path, name: str) -> Path:
+    (parent / name).mkdir()
+    return parent / name
+
+
 def listed(settings: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
@@ -510,15 +532,15 @@ def main() -> int:
         sys.exit(f"{args.trl_python} does not exist: make .venv-trl/installed")
     plaudit.report.curves.draw_curves = lambda *_: None  # drawing takes longer than these runs
     step_by_step = [name for name, case in STEP_BY_STEP.items() if case.stage in args.stage]
-    agree = []
-    for kind in args.kind:
-        if step_by_step:
-            with tempfile.TemporaryDirectory() as folder:
-                agree.append(compare_steps(step_by_step, kind, args.tolerance, args.trl_python, Path(folder)))
-        if "grpo" in args.stage:
-            with tempfile.TemporaryDirectory() as folder:
-                names = list(grpo_cases())
-                agree.append(compare_gradients(names, kind, args.gradient_tolerance, args.trl_python, Path(folder)))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, comparisons = Path(temporary), []
+        for kind in args.kind:
+            if step_by_step:
+                comparisons.append(compare_steps(step_by_step, kind, args.tolerance, new_folder(folder, f"{kind} steps")))
+            if "grpo" in args.stage:
+                gradients = new_folder(folder, f"{kind} gradients")
+                comparisons.append(compare_gradients(list(grpo_cases()), kind, args.gradient_tolerance, gradients))
+        agree = run_comparisons(comparisons, args.trl_python, folder)
     tolerances = f"{args.tolerance:g} (steps), {args.gradient_tolerance:g} (gradients)"
     print(f"\n{'equal' if all(agree) else 'NOT EQUAL'} within {tolerances}")
     return 0 if all(agree) else 1

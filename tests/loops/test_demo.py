@@ -9,13 +9,18 @@ from typer.testing import CliRunner
 
 from plaudit.cli import app
 from plaudit.errors import PlauditError
+from plaudit.loops import demo
 from plaudit.shipped import find_shipped
 from support.recipes import Stopped
 
 
 @pytest.mark.slow
-def test_rl_beats_its_cold_start(tmp_path):
-    """One seed: docs/demo.md has three, with the command."""
+def test_rl_beats_its_cold_start(tmp_path, monkeypatch):
+    """One seed, and the first 40 of 120 steps of RL: docs/demo.md has the results of three whole runs, with the command."""
+    recipe = find_shipped(demo.RL).read_text(encoding="utf-8")
+    assert "max_steps: 120" in recipe
+    (tmp_path / "rl.yaml").write_text(recipe.replace("max_steps: 120", "max_steps: 40"))
+    monkeypatch.setattr(demo, "RL", tmp_path / "rl.yaml")
     seed = os.environ.get("PLAUDIT_DEMO_SEED", "0")
     out = tmp_path / "demo"
     result = CliRunner().invoke(app, ["demo", "--seed", seed, "--out", str(out)], catch_exceptions=False)
@@ -34,7 +39,6 @@ def test_rl_beats_its_cold_start(tmp_path):
 
 def test_it_starts_in_any_folder(tmp_path, monkeypatch):
     """Its recipes ship with plaudit; the slow test runs it to the end."""
-    from plaudit.loops import demo
     from plaudit.loops.demo import RL, SFT, run_demo
 
     started = []
