@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
 from plaudit.errors import RunError
@@ -117,6 +118,8 @@ class Optimiser:
                 eps=self.optim.eps,
                 weight_decay=self.optim.weight_decay if decays else 0.0,
             )
+        # Fused AdamW does not count its changes, by which merged adapters know that they are out of date (models/merged.py).
+        increment_version(masters)
 
     def _step_through_the_device(self, host: HostState, gradients: dict[str, Tensor], lr: float) -> None:
         if not gradients:
