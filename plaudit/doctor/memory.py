@@ -113,8 +113,8 @@ def check_disk(recipe: TrainingRecipe, steps: int, processes: Processes = ALONE)
     except (PlauditError, OSError, ValueError):
         return  # reported by other checks
     lora = recipe.model.lora
-    model = 4.0 * plans[0].trainable if lora is not None and not lora.merge_on_save else plans[0].weights
-    checkpoint = model + sum(plan.state for plan in plans) + sum(plan.weights for plan in plans[1:])
+    model = 4.0 * plans[0].trainable if lora is not None and not lora.merge_on_save else plans[0].weights - plans[0].merged
+    checkpoint = model + sum(plan.state for plan in plans) + sum(plan.weights - plan.merged for plan in plans[1:])
     run = recipe.run
     keeps_best = run.keep_best and bool(recipe.data.val)
     if run.keep_last == "all":

@@ -88,8 +88,8 @@ class MemoryPlan:
     logits: float
     one_micro_batch: bool
     """Whether no update has more than one."""
-    merged: bool = False
-    """Whether LoRA is computed with merged weights (models/merged.py)."""
+    merged: float = 0.0
+    """Of the weights, merged copies of those that LoRA adapts (models/merged.py); 0 if peft computes it."""
 
     @property
     def resident_state(self) -> float:
@@ -113,7 +113,8 @@ class MemoryPlan:
         return self.weights + self.resident_state + self.work
 
     def __str__(self) -> str:
-        sizes = {"weights": self.weights, "optimiser": self.resident_state + self.streamed, "passes": self.passes}
+        sizes = {"weights": self.weights - self.merged} | ({"merged weights": self.merged} if self.merged else {})
+        sizes |= {"optimiser": self.resident_state + self.streamed, "passes": self.passes}
         parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in sizes.items())
         return f"about {gigabytes(self.total)} ({parts}) for {self.parameters:,} parameters, {self.trainable:,} of them trained"
 
@@ -142,7 +143,8 @@ def plan_memory(
     has_masters = half and not recipe.lora and sharding != "full"
     state = trained * (12 if has_masters else 8) / (1 if sharding == "none" else processes)
     gradients, exchange, gathered = 4.0 * trained, 4.0 * trained, 0.0
-    weights = (counts.parameters + (counts.merged if merged else 0)) * size + (trained * 4 if recipe.lora else 0)
+    merged_copies = counts.merged * size if merged else 0
+    weights = counts.parameters * size + merged_copies + (trained * 4 if recipe.lora else 0)
     if sharding == "optimiser":
         in_flight = min(BUCKETS_IN_FLIGHT * max(BUCKET_ELEMENTS, counts.largest), trained)
         gathering = in_flight * (4 if recipe.lora else size) * (1 + 1 / processes)
@@ -169,7 +171,7 @@ def plan_memory(
         if scalar
         else 3 * 4 * CHUNK_LOGITS.get(device.type, 0) + (0 if recipe.lora else 4 * config.vocab_size * shape.hidden),
         one_micro_batch=one_micro_batch,
-        merged=merged,
+        merged=merged_copies,
     )
 
 

@@ -26,6 +26,7 @@ from plaudit.models.memory import (
     Budget,
     MemoryPlan,
     Need,
+    Phase,
     Sharding,
     gigabytes,
     plan_cache,
@@ -263,7 +264,7 @@ def _checkpointing(recipe: Trained, section: str, layers: int | str) -> Trained:
 def _policy(recipe: TrainingRecipe, lengths: Lengths, device: torch.device, processes: Processes, needs: Needs) -> None:
     plan, always = plan_policy(recipe, lengths, processes), PHASES if isinstance(recipe, RLRecipe) else PHASES[-1:]
     here = needs[device.type]
-    here.append(Need("policy: weights", always, plan.weights, part="weights"))
+    here += _weights("policy", plan, always)
     if isinstance(recipe, RLRecipe):
         _reference(recipe, device, plan, processes, needs)
     _state("policy", plan, always, needs, device)
@@ -274,6 +275,11 @@ def _policy(recipe: TrainingRecipe, lengths: Lengths, device: torch.device, proc
     if recipe.run.save_in_background:
         # Elastic: without it, training waits for a save. So this setting cannot change how many layers are checkpointed.
         needs["cpu"].append(Need("checkpoint: copy while it is written", always, 0.0, plan_checkpoint_copy(recipe, processes)))
+
+
+def _weights(whose: str, plan: MemoryPlan, phases: tuple[Phase, ...]) -> list[Need]:
+    own = Need(f"{whose}: weights", phases, plan.weights - plan.merged, part="weights")
+    return [own, Need(f"{whose}: weights merged with LoRA", phases, plan.merged, part="weights")] if plan.merged else [own]
 
 
 def _engine(
@@ -354,7 +360,7 @@ def _critic(
     except (PlauditError, OSError, ValueError):
         return  # reported by its own check
     offloaded = recipe.critic.placement == "offload" and has_device_memory(device)
-    needs[device.type].append(Need("critic: weights", PHASES[-1:] if offloaded else PHASES, plan.weights, part="weights"))
+    needs[device.type] += _weights("critic", plan, PHASES[-1:] if offloaded else PHASES)
     if offloaded:
         needs["cpu"].append(Need("critic: weights", PHASES, plan.weights))
     _state("critic", plan, PHASES, needs, device)

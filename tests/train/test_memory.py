@@ -1,6 +1,8 @@
 """Settings that save memory: what they leave on the device, and that results do not change."""
 
 import json
+import math
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -17,10 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from plaudit.checkpoint import find_checkpoint, render_state, write_checkpoint
 from plaudit.config import load as load_recipe
 from plaudit.data.pack import micro_batches
+from plaudit.doctor.memory import check_disk
 from plaudit.errors import RecipeError
 from plaudit.models import residual
 from plaudit.models.liger import use_liger
-from plaudit.models.memory import RUNTIME, Budget, plan_memory
+from plaudit.models.memory import RUNTIME, Budget, gigabytes, plan_memory
 from plaudit.models.products import fuse_parameters, fused_view
 from plaudit.models.weights import OffloadedModule
 from plaudit.recipe import LoraSettings, ModelSettings, OptimSettings
@@ -30,6 +33,7 @@ from plaudit.train import memory_plan, offload, optimiser, processes
 from plaudit.train.memory_plan import plan_devices, resolve_checkpointing, update_size
 from plaudit.train.offload import HostState
 from plaudit.train.optimiser import Optimiser
+from plaudit.train.processes import Processes
 from support.recipes import pair_recipe, rl_recipe, sft_recipe, train_dpo, train_rl, train_sft, write_recipe
 from support.training import assert_same_bits, load, make_trainer, nll_of, rows_of, snapshot
 
@@ -308,6 +312,88 @@ def test_merged_adapters_have_a_copy_of_their_weights(tiny_models):
     assert weights(LoraSettings(rank=4)) - weights() == 2 * layers * (attention + h * q + mlp)
     assert weights(LoraSettings(rank=4, targets=("q_proj",))) - weights() == 2 * layers * attention
     assert weights(LoraSettings(rank=4, dropout=0.1)) == weights(LoraSettings(rank=4), "cpu") == weights()
+
+
+@pytest.fixture
+def seven_billion(tmp_path) -> Path:
+    """The config of Qwen2.5-7B; a plan needs nothing else."""
+    config = AutoConfig.for_model(
+        "qwen2", vocab_size=152_064, hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        intermediate_size=18_944, tie_word_embeddings=False,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "7B")
+    (tmp_path / "7B/model.safetensors").touch()  # never read
+    return tmp_path / "7B"
+
+
+H200, A100 = 149.3e9, 80e9
+
+
+def test_lora_on_seven_billion_parameters_by_hand(seven_billion, rows_file, tmp_path):
+    """What bench/README.md compares with an H200: 113.8 GB for micro-batches of 16,384 tokens, nothing checkpointed."""
+
+    def resolve(memory: float, tokens: int = 16_384, **lora: Any) -> tuple[Any, dict[str, float]]:
+        """What `auto` decides, and what the policy then takes."""
+        model = {"path": str(seven_billion), "gradient_checkpointing": "auto", "lora": {"rank": 16, **lora}}
+        train = {"rows_per_step": 512, "tokens_per_micro_batch": tokens}
+        tree = sft_recipe(seven_billion, rows_file, tmp_path / "run", model=model, train=train)
+        recipe, gpu = (
+            load_recipe(write_recipe(tmp_path / "7b.yaml", {"stage": "sft", **tree})).recipe,
+            Processes(kind="cuda", memory=memory),
+        )
+        resolved: Any = resolve_checkpointing(recipe, report=lambda _: None, processes=gpu)  # pyright: ignore
+        needs = plan_devices(resolved, processes=gpu)["cuda"].needs
+        return resolved.model.gradient_checkpointing, {need.name: need.fixed for need in needs}
+
+    parameters, adapters = 7_615_616_512, 16 * 28 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18_944))
+    of_layer = 3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 3584 * 18_944
+    layer = 16_384 * 2 * (9 * 3584 + 2 * 512 + 3 * 18_944)
+    checkpointed, needs = resolve(H200)
+    assert checkpointed is False
+    assert needs == {
+        "torch and other libraries": 0.6e9,
+        "policy: weights": 2 * parameters + 4 * adapters,
+        "policy: weights merged with LoRA": 2 * 28 * of_layer,
+        "policy: moments, masters": 8 * adapters,
+        "policy: activations, logits, gradients": 28 * layer + 3 * 4 * 2**27 + 4 * adapters,
+    }
+    assert sum(needs.values()) == pytest.approx(113.8e9, abs=0.05e9)
+
+    # Each of the layers that are checkpointed keeps its input alone, until 90 % of the memory are enough.
+    saved, most = layer - 16_384 * 4 * 3584, 0.9 * A100
+    checkpointed, fitting = resolve(A100)
+    assert checkpointed == math.ceil((sum(needs.values()) - most) / saved) == 16
+    assert sum(fitting.values()) == sum(needs.values()) - 16 * saved <= most
+
+    # peft's own modules, which compute adapters with dropout, keep three times as much, and no merged weights.
+    checkpointed, of_peft = resolve(H200, dropout=0.1)
+    assert "policy: weights merged with LoRA" not in of_peft
+    assert checkpointed == 16
+
+
+def test_doctor_shows_merged_weights_where_lora_has_them(plaudit, tiny_model, prompts_file, tmp_path):
+    reward = {"kind": "length", "unit": "characters", "at_most": 1, "slack": 8}
+
+    def doctor(**lora: Any) -> str:
+        tree = rl_recipe(tiny_model, prompts_file, tmp_path / "run", reward, model={"lora": {"rank": 4, **lora}})
+        return plaudit("doctor", write_recipe(tmp_path / "d.yaml", {"stage": "rl", **tree}), "--gpu-memory", 80)[1]
+
+    config = AutoConfig.from_pretrained(tiny_model)
+    h, k, f = config.hidden_size, config.num_key_value_heads * config.head_dim, config.intermediate_size
+    size = gigabytes(2 * config.num_hidden_layers * (2 * h * h + 2 * h * k + 3 * h * f))
+    out = doctor()
+    assert f"merged weights {size}, " in out
+    [row] = [line.split() for line in out.splitlines() if "policy: weights merged with LoRA" in line]
+    assert " ".join(row[-6:]) == " ".join([size] * 3), "in all phases"
+    assert not re.search("merged (weights|with)", doctor(dropout=0.1))
+
+
+def test_merged_weights_are_not_on_disk(seven_billion, rows_file, tmp_path):
+    """A checkpoint has one set of weights."""
+    tree = sft_recipe(seven_billion, rows_file, tmp_path / "run", model={"lora": {"rank": 16}}, run={"keep_last": 1})
+    recipe: Any = load_recipe(write_recipe(tmp_path / "7b.yaml", {"stage": "sft", **tree})).recipe
+    [(_, text)] = check_disk(recipe, 100, Processes(kind="cuda", memory=H200))
+    assert f"1 checkpoints of {gigabytes(2 * 7_615_616_512 + 12 * 40_370_176)}" in text
 
 
 def test_a_plan_counts_no_more_tokens_than_an_update_has(large, rows_file, tmp_path, ppo):
