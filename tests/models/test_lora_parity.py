@@ -8,16 +8,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from plaudit.data.order import RowOrder
-from plaudit.models.fused import linears_by_input
 from plaudit.models.lora import Adapters
-from plaudit.models.merged import merged_product_of, use_merged
 from plaudit.types import Example
+from support.merged import compute_merged
 from support.peft_training import load_peft, padded, saved_adapters, train_with_peft
 from support.recipes import exact_metrics, sft_recipe, train_sft, write_recipe
 from support.rows import arithmetic_rows, write_jsonl
 from support.training import load, rows_of
 
-STEPS, ROWS, ROWS_PER_STEP, ALPHA = 20, 50, 6, 24.0
+STEPS, ROWS, ROWS_PER_STEP, ALPHA = 20, 40, 4, 24.0
 OPTIM = {"lr": 5e-3, "weight_decay": 0.1, "max_grad_norm": 1.0}
 
 
@@ -48,16 +47,6 @@ def steps_and_adapters(model: Path, rank: int) -> tuple[list[list[Example]], dic
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> Path:
     return write_jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", arithmetic_rows(ROWS))
-
-
-def compute_merged(model) -> None:
-    """Every adapted module by the merged product that it is a part of, also without a GPU's kernels around it."""
-    assert use_merged(model, linears_by_input)
-    for layer in model.get_decoder().layers:
-        for modules in linears_by_input(layer):
-            for module in modules:
-                merged, rows = merged_product_of(modules), module.merged_rows[1]
-                module.forward = lambda x, merged=merged, rows=rows: merged(x.flatten(0, -2))[:, rows].view(*x.shape[:-1], -1)
 
 
 def assert_parity(ours: tuple[list[float], dict[str, Tensor]], losses: list[float], adapters: dict[str, Tensor]) -> None:
