@@ -237,6 +237,23 @@ class Targets:
 
 
 @dataclass(frozen=True)
+class SharedPrompts:
+    """Where the S sequences of a batch find their keys, if tokens with which several of them begin are in the batch only once. A
+    sequence's keys, all its tokens in order, are then more than its own tokens: U in all, of T tokens."""
+
+    keys_U: torch.Tensor
+    """The token of each key."""
+    starts_S1: torch.Tensor
+    """Cumulative starts of the sequences' keys, int32."""
+    longest: int
+    predictors_N: torch.Tensor
+    """The token before each target."""
+    copies_U: torch.Tensor
+    """The keys by token: those of token t are copies_U[copy_starts_T1[t] : copy_starts_T1[t + 1]], ascending; both int32."""
+    copy_starts_T1: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
     """Sequences packed end to end without padding: one micro-batch, as the model sees it."""
 
@@ -247,6 +264,8 @@ class Batch:
     starts_S1: torch.Tensor
     """Cumulative sequence starts, int32: S + 1 entries, the last one is the total length."""
     longest: int
+    shared: SharedPrompts | None = None
+    """A sequence may begin with tokens of an earlier one; it then has only its other tokens here, at least one."""
     targets: Targets | None = None
     """RL only: advantages and log-probs of the target tokens."""
     pairs: PairTargets | None = None
@@ -255,6 +274,11 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return self.tokens_T.shape[0]
+
+    @property
+    def predictors_N(self) -> torch.Tensor:
+        """The token before each target: its hidden state predicts the target."""
+        return self.loss_mask_T.nonzero()[:, 0] - 1 if self.shared is None else self.shared.predictors_N
 
     @property
     def target_lengths_S(self) -> torch.Tensor:

@@ -65,9 +65,10 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         trainer = build_trainer(recipe, policy, sharding, world)
 
         def update(pairs: list[Pair]) -> tuple[Sequence[Batch], Loss]:
-            return pair_micro_batches(pairs, recipe.train.tokens_per_micro_batch, device, world.size), dpo_loss(
-                policy.model, pairs, recipe.loss
+            batches = pair_micro_batches(
+                pairs, recipe.train.tokens_per_micro_batch, device, world.size, share=recipe.train.share_prompts
             )
+            return batches, dpo_loss(policy.model, pairs, recipe.loss)
 
         check = partial(validate, policy, validation, recipe, world) if validation else None
         return train_in_passes("dpo", run, trainer, pairs, per_step=recipe.train.pairs_per_step, update=update, validate=check)
@@ -77,7 +78,10 @@ def validate(
     policy: TrainableModel, pairs: Sequence[Pair], recipe: DPORecipe, world: World, progress: Batches = iter
 ) -> dict[str, float]:
     """Loss and metrics over all validation pairs."""
-    logprobs = measure(policy.model, pairs, answer_logprobs, recipe.train.tokens_per_micro_batch, world, progress)
+    train = recipe.train
+    logprobs = measure(
+        policy.model, pairs, answer_logprobs, train.tokens_per_micro_batch, world, progress, share=train.share_prompts
+    )
     num_chosen = sum(pair.chosen.num_targets for pair in pairs)
     loss, others = dpo_shares(logprobs, pair_targets(pairs), recipe.loss, len(pairs), num_chosen)
     return {f"val/{name}": value.item() for name, value in {"loss": loss, **others}.items()}

@@ -60,9 +60,10 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         trainer = build_trainer(recipe, classifier, sharding, world)
 
         def update(pairs: list[Pair]) -> tuple[Sequence[Batch], Loss]:
-            return pair_micro_batches(pairs, recipe.train.tokens_per_micro_batch, device, world.size), reward_model_loss(
-                classifier.model, pairs, recipe.loss
+            batches = pair_micro_batches(
+                pairs, recipe.train.tokens_per_micro_batch, device, world.size, share=recipe.train.share_prompts
             )
+            return batches, reward_model_loss(classifier.model, pairs, recipe.loss)
 
         check = partial(validate, classifier, validation, recipe, world) if validation else None
         return train_in_passes(
@@ -74,8 +75,10 @@ def validate(
     classifier: TrainableModel, pairs: Sequence[Pair], recipe: RewardModelRecipe, world: World, progress: Batches = iter
 ) -> dict[str, float]:
     """Over all validation pairs: loss, accuracy, margin and calibration error."""
-    budget = recipe.train.tokens_per_micro_batch
-    chosen, rejected = scores = measure(classifier.model, pairs, answer_scores, budget, world, progress)
+    train = recipe.train
+    chosen, rejected = scores = measure(
+        classifier.model, pairs, answer_scores, train.tokens_per_micro_batch, world, progress, share=train.share_prompts
+    )
     loss, others = reward_model_shares(scores, pair_targets(pairs), recipe.loss, len(pairs))
     measured = {"loss": loss, **others, "calibration_error": calibration_error(chosen - rejected)}
     return {f"val/{name}": value.item() for name, value in measured.items()}

@@ -18,20 +18,22 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from plaudit.types import Batch
+from plaudit.types import Batch, SharedPrompts
 
 NAME = "plaudit_packed"
 
 
 def packed_arguments(batch: Batch) -> dict[str, Any]:
     """Keyword arguments of a model's forward pass for a packed batch."""
+    shared = batch.shared
     return {
         "input_ids": batch.tokens_T[None],
         "position_ids": batch.positions_T[None],
         "cu_seq_lens_q": batch.starts_S1,
-        "cu_seq_lens_k": batch.starts_S1,
+        "cu_seq_lens_k": batch.starts_S1 if shared is None else shared.starts_S1,
         "max_length_q": batch.longest,
-        "max_length_k": batch.longest,
+        "max_length_k": batch.longest if shared is None else shared.longest,
+        **({} if shared is None else {"shared_prompts": shared}),
     }
 
 
@@ -54,7 +56,10 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    shared_prompts: SharedPrompts | None = None,
     kv: AttentionOverride | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -66,15 +71,15 @@ def packed_attention(
     assert query.shape[0] == 1
     if kv is not None:
         return kv.attend(module.layer_idx, query, key, value, scaling, sliding_window), None  # pyright: ignore
-    if cu_seq_lens_q is None or max_length_q is None:
+    if cu_seq_lens_q is None or cu_seq_lens_k is None or max_length_q is None or max_length_k is None:
         raise NotImplementedError(
             f"{type(module).__name__} does not pass sequence starts to its attention: packed sequences would attend to each other"
         )
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
-    starts, longest = cu_seq_lens_q, max_length_q
     return attend_packed(
-        query_THD, key_TKD, value_TKD, starts, starts, longest, longest, scale=scaling, window=sliding_window, dropout=dropout
-    )[None], None
+        query_THD, key_TKD, value_TKD, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, shared_prompts,
+        scale=scaling, window=sliding_window, dropout=dropout,
+    )[None], None  # fmt: skip
 
 
 def window_of(attention: Any) -> int | None:
@@ -92,18 +97,25 @@ def attend_packed(
     starts_k: Tensor,
     longest_q: int,
     longest_k: int,
+    shared: SharedPrompts | None = None,
     *,
     scale: float | None,
     window: int | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Causal attention within each packed sequence. If a sequence has more keys than queries, the queries are its last tokens."""
+    """Causal attention within each packed sequence. If a sequence has more keys than queries, the queries are its last tokens.
+    `shared`: keys and values are those of the tokens, to be copied for the sequences that share them."""
     # A window only affects sequences longer than itself.
     window = window if window and window < longest_k else None
     if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
         if window is None and _is_supported(query_THD, key_UKD, value_UKD):
             scale = query_THD.shape[-1] ** -0.5 if scale is None else scale
-            return _BatchInvariantAttention.apply(query_THD, key_UKD, value_UKD, starts_q, starts_k, longest_q, longest_k, scale)  # pyright: ignore
+            return _BatchInvariantAttention.apply(
+                query_THD, key_UKD, value_UKD, starts_q, starts_k, longest_q, longest_k, shared, scale
+            )  # pyright: ignore
+    if shared is not None:
+        key_UKD, value_UKD = (_CopiedKeys.apply(x, shared) for x in (key_UKD, value_UKD))
+    if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
         return _flash(query_THD, key_UKD, value_UKD, starts_q, starts_k, longest_q, longest_k, scale, window)
     return _per_sequence(query_THD, key_UKD, value_UKD, starts_q.tolist(), starts_k.tolist(), scale, dropout, window)
 
@@ -150,13 +162,13 @@ class _BatchInvariantAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int,
-        scale: float,
+        shared: SharedPrompts | None, scale: float,
     ) -> Tensor:  # fmt: skip
         from plaudit.models.kernels import attend
 
-        out, logsum = attend(query, key, value, starts_q, starts_k, longest_q, scale)
+        out, logsum = attend(query, *_copies(key, value, shared), starts_q, starts_k, longest_q, scale)
         ctx.save_for_backward(query, key, value, starts_q, starts_k, out, logsum)
-        ctx.longest_q, ctx.longest_k, ctx.scale = longest_q, longest_k, scale
+        ctx.longest_q, ctx.longest_k, ctx.shared, ctx.scale = longest_q, longest_k, shared, scale
         return out
 
     @staticmethod
@@ -164,11 +176,46 @@ class _BatchInvariantAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor):  # pyright: ignore
         query, key, value, starts_q, starts_k, out, logsum = ctx.saved_tensors
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)
-        grads = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), query, key, value, out, logsum, starts_q, starts_k, ctx.longest_q, ctx.longest_k,
+        grad_query, *grads = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), query, *_copies(key, value, ctx.shared), out, logsum, starts_q, starts_k, ctx.longest_q, ctx.longest_k,
             0.0, True, *no_dropout, scale=ctx.scale,
         )  # fmt: skip
-        return *grads, None, None, None, None, None
+        if ctx.shared is not None:
+            grads = [_sum_copies(of_copies, ctx.shared) for of_copies in grads]
+        return grad_query, *grads, *[None] * 6
+
+
+# Keys of shared tokens -----------------------------------------------------------------------------------------------
+
+
+class _CopiedKeys(torch.autograd.Function):
+    """Keys (or values) of each sequence, from those of the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, key_TKD: Tensor, shared: SharedPrompts) -> Tensor:
+        ctx.shared = shared
+        return key_TKD[shared.keys_U]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_UKD: Tensor):  # pyright: ignore
+        return _sum_copies(grad_UKD, ctx.shared), None
+
+
+def _copies(key: Tensor, value: Tensor, shared: SharedPrompts | None) -> tuple[Tensor, Tensor]:
+    """Not kept for the backward pass, which makes them again: there may be several times as many as tokens."""
+    return (key, value) if shared is None else (key[shared.keys_U], value[shared.keys_U])
+
+
+def _sum_copies(grad_UKD: Tensor, shared: SharedPrompts) -> Tensor:
+    """The gradient of each token's key: summed over its copies, in order and in fp32 or finer."""
+    if grad_UKD.is_cuda:
+        from plaudit.models.kernels import sum_copies
+
+        return sum_copies(grad_UKD, shared.copies_U, shared.copy_starts_T1)
+    tokens, precise = len(shared.copy_starts_T1) - 1, torch.promote_types(grad_UKD.dtype, torch.float32)
+    sums = torch.zeros(tokens, *grad_UKD.shape[1:], dtype=precise, device=grad_UKD.device)
+    return sums.index_add_(0, shared.keys_U, grad_UKD.to(precise)).to(grad_UKD.dtype)
 
 
 def _flash(

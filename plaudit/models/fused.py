@@ -106,7 +106,7 @@ class _FusedLayer(nn.Module):
         if not packed or not all(_is_fused(modules) for modules in linears):
             return super().forward(hidden_states, **kwargs)
         first, second = layer.input_layernorm, layer.post_attention_layernorm
-        x_TD, starts, longest, size = hidden_states[0], kwargs["cu_seq_lens_q"], kwargs["max_length_q"], attention.head_dim
+        x_TD, size = hidden_states[0], attention.head_dim
         heads = Heads(q.out_features // size, k.out_features // size, size)
         normed_TD = _Norm.apply(x_TD, first.weight, first.variance_epsilon)
         qkv_TE = _product(normed_TD, q, k, v)
@@ -115,8 +115,10 @@ class _FusedLayer(nn.Module):
             qkv_TE = _NormHeads.apply(qkv_TE, *norms, heads, attention.q_norm.variance_epsilon)
         qkv_TE = _Rotate.apply(qkv_TE, *(table[0] for table in kwargs["position_embeddings"]), heads)
         q_THD, k_TKD, v_TKD = qkv_TE.view(len(x_TD), -1, size).split([heads.query, heads.kv, heads.kv], 1)  # pyright: ignore
-        options = {"scale": attention.scaling, "window": window_of(attention)}
-        attended_THD = attend_packed(q_THD, k_TKD, v_TKD, starts, starts, longest, longest, **options)
+        attended_THD = attend_packed(
+            q_THD, k_TKD, v_TKD, kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"], kwargs["max_length_q"], kwargs["max_length_k"],
+            kwargs.get("shared_prompts"), scale=attention.scaling, window=window_of(attention),
+        )  # fmt: skip
         out_TD = _product(attended_THD.flatten(1), o)
         normed_TD, x_TD = _AddNorm.apply(x_TD, out_TD, second.weight, second.variance_epsilon)  # pyright: ignore
         gated_TI = _SwiGLU.apply(_product(normed_TD, gate, up))

@@ -43,7 +43,7 @@ def target_logprobs(model: nn.Module, batch: Batch, *, temperature: float = 1.0,
 def target_states(model: nn.Module, batch: Batch) -> Tensor:
     """The hidden states that predict the tokens marked by `batch.loss_mask_T`, in order: each one position before its token."""
     hidden_TD = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]  # pyright: ignore
-    return hidden_TD[batch.loss_mask_T.nonzero()[:, 0] - 1]
+    return hidden_TD[batch.predictors_N]
 
 
 def state_logprobs(

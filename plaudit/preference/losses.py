@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from plaudit.data.pack import Batches, pack_pairs, split_by_tokens
+from plaudit.data.pack import Batches, pack_pairs, split_pairs
 from plaudit.models.classifier import sequence_scores
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.sharded import is_sharded
@@ -125,15 +125,18 @@ def measure(
     budget: int,
     world: World,
     progress: Batches = iter,
+    *,
+    share: bool = True,
 ) -> Sums:
-    """`answer_logprobs` or `answer_scores` of all pairs, in order, on the CPU. `progress` sees every batch of this process."""
+    """`answer_logprobs` or `answer_scores` of all pairs, in order, on the CPU. `progress` sees every batch of this process.
+    `share`: the answers of a pair share its prompt."""
     model.eval()
     chosen, rejected = (torch.empty(len(pairs), dtype=torch.float64) for _ in range(2))
-    batches = split_by_tokens([len(pair) for pair in pairs], budget, world.size)
+    batches = split_pairs(pairs, budget, world.size, share=share)
     own: list[tuple[list[int], Tensor, Tensor]] = []
     for group in progress([batch for _, batch in world.shard(batches, equal=is_sharded(model))]):
         world.heartbeat.beat()
-        batch_chosen, batch_rejected = sums(model, pack_pairs([pairs[i] for i in group], model.device))
+        batch_chosen, batch_rejected = sums(model, pack_pairs([pairs[i] for i in group], model.device, share=share))
         own.append((group, batch_chosen.cpu(), batch_rejected.cpu()))
     for group, group_chosen, group_rejected in chain.from_iterable(world.gather(own, "scores of pairs")):
         chosen[group], rejected[group] = group_chosen.double(), group_rejected.double()

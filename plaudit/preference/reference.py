@@ -38,10 +38,10 @@ def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: TrainableMo
     known = world.agree(_read(file, key) if world.leads else None, "the reference's log-probs")
     if known is None:
         with _reference(recipe, policy, world) as model:
-            budget = recipe.train.tokens_per_micro_batch
             chosen, rejected = measure(
-                model, pairs, answer_logprobs, budget, world, lambda groups: show_progress(groups, "reference: batches")
-            )
+                model, pairs, answer_logprobs, recipe.train.tokens_per_micro_batch, world,
+                lambda groups: show_progress(groups, "reference: batches"), share=recipe.train.share_prompts,
+            )  # fmt: skip
         known = {"chosen": chosen, "rejected": rejected}
         if world.leads:
             with clear_write_errors(file, folder / "checkpoints"), atomic_file(file) as aside:

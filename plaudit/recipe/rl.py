@@ -192,6 +192,9 @@ class RLTrainSettings(Section):
     the next epoch are a step; the run's last step may be short. drop: that epoch leaves them out (verl, TRL's GRPO)."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Tokens per forward pass. Affects memory and speed, never the gradient. A longer sequence is a micro-batch by itself."""
+    share_prompts: bool = True
+    """Compute the tokens of a prompt once for all its samples in a micro-batch, instead of once for each. The same log-probs and
+    gradients (up to the order of sums) in less time; off, for comparison."""
     max_skipped_steps: NonNegativeInt = 10
     """Updates with a non-finite loss or gradient are skipped; more of them than this stop the run."""
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plaudit.data.pack import MicroBatches, pack, split_by_tokens
+from plaudit.data.pack import MicroBatches, pack, split_examples
 from plaudit.objectives.aggregate import sequence_weights
 from plaudit.recipe import AlgorithmSettings, RLTrainSettings
 from plaudit.seeding import stable_seed
@@ -72,18 +72,19 @@ class PackedSequences:
     """Sequences in micro-batches of at most `budget` tokens, packed when they are first needed. Every process of a world knows the
     split, and packs and computes its own share."""
 
-    def __init__(self, sequences: Sequence[Example], budget: int, world: World):
-        self.sequences, self.budget, self.world = sequences, budget, world
+    def __init__(self, sequences: Sequence[Example], budget: int, world: World, *, share: bool):
+        """`share`: the samples of a prompt share its tokens."""
+        self.sequences, self.budget, self.world, self.share = sequences, budget, world, share
         self._packed: dict[int, Batch] = {}
 
     @cached_property
     def parts(self) -> list[list[int]]:
         """The indices of each micro-batch's sequences."""
-        return split_by_tokens([len(sequence) for sequence in self.sequences], self.budget, self.world.size)
+        return split_examples(self.sequences, self.budget, self.world.size, share=self.share)
 
     def batch(self, number: int) -> Batch:
         if number not in self._packed:
-            self._packed[number] = pack([self.sequences[i] for i in self.parts[number]], self.world.device)
+            self._packed[number] = pack([self.sequences[i] for i in self.parts[number]], self.world.device, share=self.share)
         return self._packed[number]
 
     def predict(self, forward: Callable[[Batch], Mapping[str, Tensor]], *, equal: bool = False) -> dict[str, list[np.ndarray]]:

@@ -35,7 +35,7 @@ from plaudit.rollout.engine import Weights
 from plaudit.train.build import build_trainer, divide
 from plaudit.train.schedule import lr_at
 from plaudit.train.trainer import Loss, Trainer
-from plaudit.types import Batch, Experience, ScoredGroup
+from plaudit.types import Batch, Example, Experience, ScoredGroup
 from plaudit.world import World
 
 
@@ -122,7 +122,7 @@ class Learner:
         with self._critic_on_device():
             began = time.perf_counter()
             samples = StepSamples.from_groups(groups)
-            packed = PackedSequences(samples.sequences, self.recipe.train.tokens_per_micro_batch, self.world)
+            packed = self._packed(samples.sequences)
             experiences, metrics = self._experiences(samples, self._predictions(samples, packed, frozen=self._frozen(step)))
             self.experiences = experiences
             prepared = time.perf_counter()
@@ -131,6 +131,10 @@ class Learner:
                 metrics |= value_metrics(experiences)
             metrics |= {"updates": float(self.trainer.updates), "skipped_steps": float(self.trainer.skipped_steps)}
             return metrics | {"time/logprobs_s": prepared - began, "time/update_s": time.perf_counter() - prepared}
+
+    def _packed(self, sequences: Sequence[Example]) -> PackedSequences:
+        train = self.recipe.train
+        return PackedSequences(sequences, train.tokens_per_micro_batch, self.world, share=train.share_prompts)
 
     def _frozen(self, step: int) -> bool:
         """Whether only the critic is trained in this step."""
@@ -233,7 +237,7 @@ class Learner:
                 experiences if everything else [experiences[i] for i in indices], recipe.algorithm,
                 horizon=recipe.rollout.max_new_tokens,
             )  # fmt: skip
-            batches = update.micro_batches(packed if everything else PackedSequences(update.samples, packed.budget, self.world))
+            batches = update.micro_batches(packed if everything else self._packed(update.samples))
             if critic is not None and (shared is None or frozen):
                 critic_results.append(self._update_critic(update, batches, step))
             if not frozen:

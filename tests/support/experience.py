@@ -74,7 +74,7 @@ def update_of(samples: list[Experience], weight: float = 1 / 27) -> Update:
 
 def batches_of(update: Update, budget: int = 10_000) -> Sequence[Batch]:
     """Its micro-batches, of at most `budget` tokens."""
-    return update.micro_batches(PackedSequences(update.samples, budget, World.alone()))
+    return update.micro_batches(PackedSequences(update.samples, budget, World.alone(), share=True))
 
 
 def valued_samples() -> list[Experience]:
