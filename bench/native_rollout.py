@@ -266,7 +266,8 @@ def distances(model: PreTrainedModel, training_samples: list[Experience], work: 
     precise = in_fp32(model)
     columns: dict[str, list[Tensor]] = defaultdict(list)
     update = Update(training_samples, [1.0] * len(training_samples))
-    for batch in update.micro_batches(PackedSequences(training_samples, work.tokens_per_micro_batch, World.alone(model.device), share=True)):
+    packed = PackedSequences(training_samples, work.tokens_per_micro_batch, World.alone(model.device), share=True)
+    for batch in update.micro_batches(packed):
         logprobs_N, entropy_N = target_logprobs(model, batch, entropy="value")
         assert batch.targets is not None
         assert entropy_N is not None

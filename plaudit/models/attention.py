@@ -107,15 +107,14 @@ def attend_packed(
     `shared`: keys and values are those of the tokens, to be copied for the sequences that share them."""
     # A window only affects sequences longer than itself.
     window = window if window and window < longest_k else None
-    if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
-        if window is None and _is_supported(query_THD, key_UKD, value_UKD):
-            scale = query_THD.shape[-1] ** -0.5 if scale is None else scale
-            return _BatchInvariantAttention.apply(
-                query_THD, key_UKD, value_UKD, starts_q, starts_k, longest_q, longest_k, shared, scale
-            )  # pyright: ignore
+    on_gpu = query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0
+    if on_gpu and window is None and _is_supported(query_THD, key_UKD, value_UKD):
+        scale = query_THD.shape[-1] ** -0.5 if scale is None else scale
+        rest = starts_q, starts_k, longest_q, longest_k, shared, scale
+        return _BatchInvariantAttention.apply(query_THD, key_UKD, value_UKD, *rest)  # pyright: ignore
     if shared is not None:
         key_UKD, value_UKD = (_CopiedKeys.apply(x, shared) for x in (key_UKD, value_UKD))
-    if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
+    if on_gpu:
         return _flash(query_THD, key_UKD, value_UKD, starts_q, starts_k, longest_q, longest_k, scale, window)
     return _per_sequence(query_THD, key_UKD, value_UKD, starts_q.tolist(), starts_k.tolist(), scale, dropout, window)
 
@@ -177,8 +176,8 @@ class _BatchInvariantAttention(torch.autograd.Function):
         query, key, value, starts_q, starts_k, out, logsum = ctx.saved_tensors
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)
         grad_query, *grads = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), query, *_copies(key, value, ctx.shared), out, logsum, starts_q, starts_k, ctx.longest_q, ctx.longest_k,
-            0.0, True, *no_dropout, scale=ctx.scale,
+            grad.contiguous(), query, *_copies(key, value, ctx.shared), out, logsum, starts_q, starts_k,
+            ctx.longest_q, ctx.longest_k, 0.0, True, *no_dropout, scale=ctx.scale,
         )  # fmt: skip
         if ctx.shared is not None:
             grads = [_sum_copies(of_copies, ctx.shared) for of_copies in grads]

@@ -21,11 +21,26 @@ from plaudit.models.sharded import in_forward_pass
 from plaudit.types import Batch
 
 # Logits in memory at a time: few enough to suit a CPU's caches and memory, enough to keep a GPU busy.
-CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**27}
+CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**28}
 
 
 Entropy = Literal["none", "value", "with_gradient"]
 """Not computed; computed; or computed with its gradient, which is slower."""
+
+
+TILE = 4096
+"""Tokens of the vocabulary that a GPU sums at a time. Changing it changes which tokens are drawn from larger vocabularies."""
+
+
+class Summed(NamedTuple):
+    """Of each row of logits z, at temperature τ."""
+
+    logprobs_N: Tensor
+    """Of the row's token."""
+    entropy_N: Tensor
+    greatest_N: Tensor
+    total_N: Tensor
+    """log Σ exp((z − greatest) / τ)."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -73,47 +88,103 @@ def token_logprobs(
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, tokens_N: Tensor, temperature: float, entropy: Entropy, chunk: int):
-        logprobs_N = torch.empty(len(tokens_N), dtype=_precise(hidden_ND.dtype), device=hidden_ND.device)
-        entropy_N = torch.zeros_like(logprobs_N)
+        precise = _precise(hidden_ND.dtype)
+        summed_N = Summed(*(torch.empty(len(tokens_N), dtype=precise, device=hidden_ND.device) for _ in Summed._fields))
+        sums = _kernel_sums if _has_kernels(hidden_ND) else _torch_sums
         for at in _chunks(len(tokens_N), chunk):
-            logp = _all_logprobs(hidden_ND[at], weight_VD, temperature)
-            logprobs_N[at] = logp.gather(-1, tokens_N[at, None])[:, 0]
-            if entropy != "none":
-                entropy_N[at] = -logp.exp().mul_(logp).sum(-1)
-        ctx.save_for_backward(hidden_ND, weight_VD, tokens_N, entropy_N)
+            parts = sums(logits_of(hidden_ND[at], weight_VD), tokens_N[at], temperature, entropy)
+            for whole_N, part in zip(summed_N, parts, strict=True):
+                whole_N[at] = part
+        ctx.save_for_backward(hidden_ND, weight_VD, tokens_N, *summed_N)
         ctx.temperature, ctx.learn_entropy, ctx.chunk = temperature, entropy == "with_gradient", chunk
         if not ctx.learn_entropy:
-            ctx.mark_non_differentiable(entropy_N)
-        return logprobs_N, entropy_N
+            ctx.mark_non_differentiable(summed_N.entropy_N)
+        return summed_N.logprobs_N, summed_N.entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor):  # pyright: ignore
-        hidden_ND, weight_VD, tokens_N, entropy_N = ctx.saved_tensors
+        hidden_ND, weight_VD, tokens_N, *summed = ctx.saved_tensors
+        summed_N = Summed(*summed)
         grad_hidden_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
         # Summed in fp32 over chunks: bf16 would lose the small contributions.
-        precise = _precise(weight_VD.dtype)
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=precise) if ctx.needs_input_grad[1] else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=_precise(weight_VD.dtype)) if ctx.needs_input_grad[1] else None
+        gradient = _kernel_gradient if _has_kernels(hidden_ND) else _torch_gradient
         for at in _chunks(len(tokens_N), ctx.chunk):
-            logp = _all_logprobs(hidden_ND[at], weight_VD, ctx.temperature)
-            if ctx.learn_entropy:
-                p = logp.exp()
-                from_entropy = logp.add_(entropy_N[at, None]).mul_(p).mul_(-grad_entropy_N[at, None])
-                grad_z = p.mul_(-grad_logprobs_N[at, None]).add_(from_entropy)
-            else:
-                grad_z = logp.exp_().mul_(-grad_logprobs_N[at, None])
-            grad_z.scatter_add_(-1, tokens_N[at, None], grad_logprobs_N[at, None])
-            grad_z = grad_z.div_(ctx.temperature).to(hidden_ND.dtype)
+            grads = grad_logprobs_N[at], grad_entropy_N[at] if ctx.learn_entropy else None
+            part = Summed(*(one[at] for one in summed_N))
+            grad_z = gradient(logits_of(hidden_ND[at], weight_VD), tokens_N[at], part, ctx.temperature, *grads, hidden_ND.dtype)
             if grad_hidden_ND is not None:
                 grad_hidden_ND[at] = grad_z @ weight_VD
             if grad_weight_VD is not None:
-                if weight_VD.dtype == precise:
-                    grad_weight_VD.addmm_(grad_z.T, hidden_ND[at])
-                else:
-                    grad_weight_VD += grad_z.T @ hidden_ND[at]
+                _add_product(grad_weight_VD, grad_z, hidden_ND[at])
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_ND, grad_weight_VD, None, None, None, None
+
+
+def _has_kernels(hidden_ND: Tensor) -> bool:
+    return hidden_ND.is_cuda and hidden_ND.dtype != torch.float64
+
+
+def _kernel_sums(z_NV: Tensor, tokens_N: Tensor, temperature: float, entropy: Entropy) -> Summed:
+    from plaudit.models.kernels import token_logprobs
+
+    return token_logprobs(z_NV, tokens_N, temperature)
+
+
+def _kernel_gradient(
+    z_NV: Tensor, tokens_N: Tensor, summed: Summed, temperature: float, grad_logprobs_N: Tensor, grad_entropy_N: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    from plaudit.models.kernels import logit_gradients
+
+    grad_NV = torch.empty_like(z_NV, dtype=dtype)
+    logit_gradients(z_NV, tokens_N, summed, temperature, grad_logprobs_N, grad_entropy_N, grad_NV)
+    return grad_NV
+
+
+def _torch_sums(z_NV: Tensor, tokens_N: Tensor, temperature: float, entropy: Entropy) -> Summed:
+    greatest_N = z_NV.amax(-1)
+    below_NV = _below(z_NV, greatest_N, temperature)
+    odds_NV = below_NV.exp()
+    odds_N = odds_NV.sum(-1)
+    total_N = odds_N.log()
+    entropy_N = torch.zeros_like(total_N)
+    if entropy != "none":
+        entropy_N = total_N - odds_NV.mul_(below_NV).sum(-1) / odds_N
+    return Summed(below_NV.gather(-1, tokens_N[:, None])[:, 0] - total_N, entropy_N, greatest_N, total_N)
+
+
+def _torch_gradient(
+    z_NV: Tensor, tokens_N: Tensor, summed: Summed, temperature: float, grad_logprobs_N: Tensor, grad_entropy_N: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    logp_NV = _below(z_NV, summed.greatest_N, temperature).sub_(summed.total_N[:, None])
+    if grad_entropy_N is None:
+        grad_NV = logp_NV.exp_().mul_(-grad_logprobs_N[:, None])
+    else:
+        p_NV = logp_NV.exp()
+        from_entropy_NV = logp_NV.add_(summed.entropy_N[:, None]).mul_(p_NV).mul_(-grad_entropy_N[:, None])
+        grad_NV = p_NV.mul_(-grad_logprobs_N[:, None]).add_(from_entropy_NV)
+    grad_NV.scatter_add_(-1, tokens_N[:, None], grad_logprobs_N[:, None])
+    return grad_NV.div_(temperature).to(dtype)
+
+
+def _below(z_NV: Tensor, greatest_N: Tensor, temperature: float) -> Tensor:
+    """(z − greatest) / temperature, in place. The maximum is subtracted first: z − log Σ exp z rounds where logits are large."""
+    below_NV = z_NV.sub_(greatest_N[:, None])
+    return below_NV if temperature == 1.0 else below_NV.div_(temperature)
+
+
+def _add_product(sum_VD: Tensor, grad_NV: Tensor, hidden_ND: Tensor) -> None:
+    """sum += gradᵀ hidden, in the precision of the sum."""
+    if grad_NV.dtype == sum_VD.dtype:
+        sum_VD.addmm_(grad_NV.T, hidden_ND)
+    elif grad_NV.is_cuda:
+        torch.addmm(sum_VD, grad_NV.T, hidden_ND, out_dtype=sum_VD.dtype, out=sum_VD)
+    else:
+        sum_VD += grad_NV.T @ hidden_ND
 
 
 def logits_of(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
@@ -122,12 +193,6 @@ def logits_of(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
     if hidden_ND.is_cuda and hidden_ND.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden_ND, weight_VD.T, out_dtype=torch.float32)
     return (hidden_ND @ weight_VD.T).to(_precise(hidden_ND.dtype))
-
-
-def _all_logprobs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    z = logits_of(hidden, weight)
-    # Not z − z.logsumexp(), which rounds where logits are large; log_softmax subtracts the maximum first.
-    return (z if temperature == 1.0 else z.div_(temperature)).log_softmax(-1)
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:

@@ -1,6 +1,6 @@
 """Triton kernels that training and sampling share: the same order of operations gives the same bits."""
 
-from plaudit.models.kernels.attention import attend
+from plaudit.models.kernels.attention import attend, sum_copies
 from plaudit.models.kernels.layers import (
     add_norm,
     norm_backward,
@@ -10,5 +10,9 @@ from plaudit.models.kernels.layers import (
     swiglu,
     swiglu_backward,
 )
+from plaudit.models.kernels.vocabulary import logit_gradients, token_logprobs
 
-__all__ = ["add_norm", "attend", "norm_backward", "norm_heads", "rotate", "sum_splits", "swiglu", "swiglu_backward"]
+__all__ = [
+    "add_norm", "attend", "logit_gradients", "norm_backward", "norm_heads", "rotate", "sum_copies", "sum_splits", "swiglu",
+    "swiglu_backward", "token_logprobs",
+]  # fmt: skip

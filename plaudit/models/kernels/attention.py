@@ -45,6 +45,26 @@ def attend(
     return out_THD, logsum_HT
 
 
+def sum_copies(grad_UKD: Tensor, copies_U: Tensor, starts_T1: Tensor) -> Tensor:
+    """[T, K, D]: for each token the sum over its copies, in their order, in fp32."""
+    grad_UE = grad_UKD.flatten(1).contiguous()
+    T, width = len(starts_T1) - 1, grad_UE.shape[1]
+    summed_TE = torch.empty(T, width, dtype=grad_UE.dtype, device=grad_UE.device)
+    _sum_copies[(T,)](grad_UE, copies_U, starts_T1, summed_TE, WIDTH=width, BLOCK=next_power_of_2(width), num_warps=2)
+    return summed_TE.view(T, *grad_UKD.shape[1:])
+
+
+@triton.jit
+def _sum_copies(grad_ptr, copies_ptr, starts_ptr, summed_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for copy in tl.range(tl.load(starts_ptr + token), tl.load(starts_ptr + token + 1)):
+        place = tl.load(copies_ptr + copy).to(tl.int64) * WIDTH + at
+        total += tl.load(grad_ptr + place, mask=at < WIDTH, other=0.0).to(tl.float32)
+    tl.store(summed_ptr + token * WIDTH + at, total.to(summed_ptr.dtype.element_ty), mask=at < WIDTH)
+
+
 @triton.jit
 def attend_block(query, key, value, valid, scale, best, total, out):
     """Queries [rows, size], keys [size, tokens], values [tokens, size]; valid [rows or 1, tokens]."""

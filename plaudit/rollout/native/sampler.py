@@ -18,10 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from plaudit.models.logprobs import TILE
 from plaudit.rollout.engine import Sampling
 from plaudit.rollout.native.noise import gumbel
-
-TILE = 4096  # changing it changes the tokens drawn from larger vocabularies
 
 
 class Drawn(NamedTuple):

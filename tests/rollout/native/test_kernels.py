@@ -598,6 +598,68 @@ def test_fused_layers(tiny_models, monkeypatch, kind, checkpointed):
                 assert parameter.grad is None, name
 
 
+@each_dtype
+def test_sum_copies(dtype):
+    """Tokens with no copy, one and several."""
+    tokens_of = torch.tensor([0, 1, 2, 1, 2, 4, 0, 1, 5])
+    grad = torch.randn(len(tokens_of), 2, 24, generator=generator(1)).to(DEVICE, dtype)
+    starts = torch.cat([torch.tensor([0]), tokens_of.bincount(minlength=7).cumsum(0)]).int().to(DEVICE)
+    found = shared.sum_copies(grad, tokens_of.argsort(stable=True).int().to(DEVICE), starts)
+    close(found, torch.zeros(7, 2, 24, dtype=torch.float64).index_add_(0, tokens_of, exact(grad)), dtype)
+
+
+def exact_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logp = (logits / temperature).log_softmax(-1)
+    return logp.gather(-1, tokens[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+VOCABULARY_TILE = 256
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.8])
+@pytest.mark.parametrize("vocabulary", [1, VOCABULARY_TILE, 2 * VOCABULARY_TILE + 77])
+def test_token_logprobs(vocabulary, temperature, monkeypatch):
+    """Log-probs and entropies of all kinds of logits, and the gradients of both."""
+    monkeypatch.setattr(shared.vocabulary, "TILE", VOCABULARY_TILE)
+    logits = logits_of(vocabulary, [kind for kind in LOGITS if vocabulary > 99 or "impossible" not in kind], 5)
+    tokens = torch.tensor([int(row.argmax()) if i % 2 else vocabulary // 2 for i, row in enumerate(logits)], device=DEVICE)
+    tokens = torch.where(logits.gather(1, tokens[:, None])[:, 0].isfinite(), tokens, logits.argmax(1))
+    found = shared.token_logprobs(logits, tokens, temperature)
+    at = exact(logits).clamp(min=-1e30).requires_grad_()  # −inf would give the reference NaN gradients
+    logprobs, entropy = exact_logprobs(at, tokens.cpu(), temperature)
+    torch.testing.assert_close(exact(found.logprobs_N), logprobs, rtol=3e-7, atol=2e-5)
+    torch.testing.assert_close(exact(found.entropy_N), entropy, rtol=1e-6, atol=2e-5)
+    weights = torch.linspace(-1, 2, len(logits), device=DEVICE), torch.linspace(3, -1, len(logits), device=DEVICE)
+    for with_entropy in (False, True):
+        grad = torch.full((len(logits), vocabulary + 3), 7.0, device=DEVICE)[:, :vocabulary]
+        shared.logit_gradients(logits, tokens, found, temperature, weights[0], weights[1] if with_entropy else None, grad)
+        wanted = (exact(weights[0]) * logprobs).sum() + with_entropy * (exact(weights[1]) * entropy).sum()
+        [expected] = torch.autograd.grad(wanted, at, retain_graph=True)
+        torch.testing.assert_close(exact(grad), expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.6}, {"temperature": 0.6, "top_p": 0.8}, {"top_k": 7}], ids=str)
+def test_the_sampler_and_the_trainer_report_the_same_log_prob(settings, monkeypatch):
+    """To the bit, whatever the number of warps."""
+    tile = 4096 if DEVICE.type == "cuda" else VOCABULARY_TILE
+    monkeypatch.setattr(shared.vocabulary, "TILE", tile)
+    monkeypatch.setattr(sampler, "TILE", tile)
+    rows = 200 if DEVICE.type == "cuda" else 12
+    logits, state = (torch.randn(rows, 9 * tile + 64, generator=generator(3)) * 3).to(DEVICE), state_of(rows, 3)
+    state[:, POSITION] = 3
+    _, results = drawn(kernels, logits, state, Sampling(max_new_tokens=1, **settings), END_TOKENS)
+    sampled = results[:, 2].contiguous().view(torch.float32)
+    trained = shared.token_logprobs(logits, results[:, 1].long(), settings.get("temperature", 1.0)).logprobs_N
+    assert torch.equal(sampled, trained)
+
+
+def test_a_nan_logit_gives_a_nan_log_prob():
+    logits = torch.zeros(2, 300, device=DEVICE)
+    logits[1, 7] = math.nan
+    found = shared.token_logprobs(logits, torch.tensor([3, 3], device=DEVICE), 1.0)
+    assert found.logprobs_N.isnan().tolist() == found.entropy_N.isnan().tolist() == [False, True]
+
+
 def test_split_k_product_backward(monkeypatch):
     monkeypatch.setattr(fused, "uses_split_k", lambda *product: True)
     g = generator(1)

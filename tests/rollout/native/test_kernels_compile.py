@@ -18,7 +18,7 @@ import json, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from plaudit.models.kernels import attention as packed, layers as shared
+from plaudit.models.kernels import attention as packed, layers as shared, vocabulary
 from plaudit.models.kernels.compile_options import NO_FP_FUSION
 from plaudit.rollout.native.kernels import attention, draw, layers
 
@@ -26,8 +26,8 @@ WIDE = {"query_stride", "query_head_stride", "tables_stride", "block_stride", "l
         "logits_stride", "part_tokens", "key_stride", "key_head_stride", "value_stride", "value_head_stride"}
 TYPES = {"base_ptr": "i64", "rows_ptr": "i64", "positions_ptr": "i64", "tables_ptr": "i32", "tokens_ptr": "i32", "ends_ptr": "i64",
          "results_ptr": "i32", "numbers_ptr": "fp32", "floor_ptr": "fp32", "logits_ptr": "fp32", "sums_ptr": "fp32",
-         "starts_q_ptr": "i32", "starts_k_ptr": "i32", "logsum_ptr": "fp32"}
-FLOATS = {"eps", "scale"}
+         "starts_q_ptr": "i32", "starts_k_ptr": "i32", "logsum_ptr": "fp32", "copies_ptr": "i32", "starts_ptr": "i32"}
+FLOATS = {"eps", "scale", "temperature"}
 
 
 def type_of(name, dtype, types):
@@ -75,6 +75,7 @@ for capability in (80, 90):
         compiled(shared._swiglu_backward, dtype, capability, {"HALF": 4864, "BLOCK": 1024}, {})
         compiled(shared._join_parts, dtype, capability, {"PARTS": 2, "BLOCK": 1024}, NO_FP_FUSION, parts_ptr="*fp32")
         rotate = {"TURNED": heads + kv, "D": size, "HALF": size // 2, "AT_ONCE": 4}
+        compiled(packed._sum_copies, dtype, capability, {"WIDTH": kv * size, "BLOCK": kv * size}, {"num_warps": 2})
         compiled(shared._rotate, dtype, capability, rotate, {"num_warps": 2} | NO_FP_FUSION)
         norms = {"QUERY": heads, "TURNED": heads + kv, "D": size, "WIDTH": size, "AT_ONCE": 4}
         compiled(shared._norm_heads, dtype, capability, norms, {"num_warps": 2} | NO_FP_FUSION)
@@ -84,13 +85,19 @@ for capability in (80, 90):
     row = {"COLUMNS": 5, "TILE": 4096}
     for tempered, at_once, floor in ((False, False, False), (True, True, True)):
         read = row | {"TEMPERED": tempered, "AT_ONCE": at_once, "FLOOR": floor}
-        compiled(draw._read, "fp32", capability, read, {"num_warps": 8})
+        compiled(draw._read, "fp32", capability, read, {"num_warps": 8} | NO_FP_FUSION)
+    tile, warps, tokens = {"TILE": 4096}, {"num_warps": vocabulary.WARPS}, {"tokens_ptr": "*i64"}
+    for tempered in (False, True):
+        compiled(vocabulary._sum_tiles, "fp32", capability, tile | {"TEMPERED": tempered}, warps | NO_FP_FUSION)
+        settled = {"MANY": 64, "TEMPERED": tempered}
+        compiled(vocabulary._settle, "fp32", capability, settled, {"num_warps": 1} | NO_FP_FUSION, **tokens)
+        compiled(vocabulary._gradients, "fp32", capability, tile | {"ENTROPY": tempered}, warps, **tokens, grad_ptr="*bf16")
     compiled(draw._accept, "fp32", capability, row | {"MANY": 64, "FLOOR": True}, {"num_warps": 8})
     statuses = {"RUNNING": 1, "ENDED": 2, "AT_LIMIT": 3}
     settle = row | {"MANY": 64, "ENDS": 3, "MANY_ENDS": 4} | statuses
     for tempered, at_once, greedy, warps in ((True, True, False, 1), (True, False, False, 8), (False, False, True, 8)):
         kind = {"TEMPERED": tempered, "AT_ONCE": at_once, "GREEDY": greedy}
-        compiled(draw._settle, "fp32", capability, settle | kind, {"num_warps": warps})
+        compiled(draw._settle, "fp32", capability, settle | kind, {"num_warps": warps} | NO_FP_FUSION)
 print(json.dumps(found))
 """
 
@@ -109,8 +116,8 @@ def found(tmp_path_factory) -> list[dict]:
 def test_all_kernels_compile(found):
     assert {entry["kernel"] for entry in found} == {
         "models_attend", "models_add_norm", "models_norm_backward", "models_swiglu", "models_swiglu_backward", "models_join_parts",
-        "models_rotate", "models_norm_heads", "rollout_attend", "rollout_combine", "rollout_write", "rollout_read",
-        "rollout_accept", "rollout_settle",
+        "models_rotate", "models_norm_heads", "models_sum_copies", "models_sum_tiles", "models_settle", "models_gradients",
+        "rollout_attend", "rollout_combine", "rollout_write", "rollout_read", "rollout_accept", "rollout_settle",
     }  # fmt: skip
     assert all(entry["cubin"] > 1000 for entry in found)
     assert all(entry["shared"] < 99_000 for entry in found), "or some GPUs could not run it"

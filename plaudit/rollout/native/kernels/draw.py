@@ -18,6 +18,8 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from plaudit.models.heads import next_power_of_2
+from plaudit.models.kernels.compile_options import NO_FP_FUSION
+from plaudit.models.kernels.vocabulary import WARPS, log_total, tile_odds
 from plaudit.rollout.native import sampler
 from plaudit.rollout.native.batch import AT_LIMIT, COLUMNS, ENDED, RUNNING, DeviceSampling
 
@@ -34,7 +36,7 @@ def draw_and_advance(logits_BV: Tensor, rows_BC: Tensor, results_B4: Tensor, sam
     at_once = has_floor or sampling.truncated
     _read[(B, tiles)](
         logits_BV, logits_BV.stride(0), rows_BC, parameters, floor_B, sums_BT4, tokens_BT, V, tiles,
-        COLUMNS=COLUMNS, TILE=tile, TEMPERED=sampling.tempered, AT_ONCE=at_once, FLOOR=has_floor, num_warps=8,
+        COLUMNS=COLUMNS, TILE=tile, TEMPERED=sampling.tempered, AT_ONCE=at_once, FLOOR=has_floor, num_warps=WARPS, **NO_FP_FUSION,
     )  # fmt: skip
     if sampling.truncated:
         _accept[(B,)](
@@ -45,7 +47,7 @@ def draw_and_advance(logits_BV: Tensor, rows_BC: Tensor, results_B4: Tensor, sam
         logits_BV, logits_BV.stride(0), rows_BC, parameters, sums_BT4, tokens_BT, ends, results_B4, V, tiles,
         COLUMNS=COLUMNS, TILE=tile, MANY=next_power_of_2(tiles), ENDS=len(ends), MANY_ENDS=next_power_of_2(len(ends)),
         TEMPERED=sampling.tempered, GREEDY=sampling.greedy, AT_ONCE=at_once, RUNNING=RUNNING, ENDED=ENDED, AT_LIMIT=AT_LIMIT,
-        num_warps=1 if at_once else 8,
+        num_warps=1 if at_once else 8, **NO_FP_FUSION,
     )  # fmt: skip
 
 
@@ -118,14 +120,12 @@ def _read(
         return
     token = tile * TILE + tl.arange(0, TILE)
     z = tl.load(logits_ptr + row * logits_stride + token, mask=token < V, other=-float("inf"))
-    greatest = tl.max(z, 0)
-    base = tl.where(greatest == -float("inf"), 0.0, greatest)  # all tokens of a tile may have logit −inf
-    odds = tl.exp(z - base)
+    greatest, odds = tile_odds(z, 1.0, False)
     place = (row * tiles + tile) * 4
     tl.store(sums_ptr + place, greatest)
     tl.store(sums_ptr + place + 1, tl.sum(odds, 0))
     if TEMPERED:
-        odds = tl.exp((z - base) / tl.load(numbers_ptr))
+        greatest, odds = tile_odds(z, tl.load(numbers_ptr), True)
     tl.store(sums_ptr + place + 2, tl.sum(odds, 0))
     if AT_ONCE:
         if FLOOR:
@@ -236,11 +236,10 @@ def _settle(
         token = _first(speeds_W, token_W, V).to(tl.int64)
     all_greatest = tl.max(greatest, 0)
     above = tl.load(logits_ptr + token) - all_greatest
-    untempered = above - tl.log(tl.sum(total * tl.exp(greatest - all_greatest), 0))
+    untempered = above - log_total(total, greatest, all_greatest, 1.0, False)
     logprob = untempered
     if TEMPERED:
-        tempered_total = tl.sum(tempered * tl.exp((greatest - all_greatest) / temperature), 0)
-        logprob = above / temperature - tl.log(tempered_total)
+        logprob = above / temperature - log_total(tempered, greatest, all_greatest, temperature, True)
     written += 1
     end = tl.arange(0, MANY_ENDS)
     is_end = tl.max((tl.load(ends_ptr + end, mask=end < ENDS, other=-1) == token).to(tl.int32), 0) > 0
