@@ -264,6 +264,8 @@ class Batch:
     starts_S1: torch.Tensor
     """Cumulative sequence starts, int32: S + 1 entries, the last one is the total length."""
     longest: int
+    places_N: torch.Tensor | None = None
+    """Where the targets are; looked up in the loss mask if it is not given, which waits for the device."""
     shared: SharedPrompts | None = None
     """A sequence may begin with tokens of an earlier one; it then has only its other tokens here, at least one."""
     targets: Targets | None = None
@@ -277,8 +279,16 @@ class Batch:
 
     @property
     def predictors_N(self) -> torch.Tensor:
-        """The token before each target: its hidden state predicts the target."""
-        return self.loss_mask_T.nonzero()[:, 0] - 1 if self.shared is None else self.shared.predictors_N
+        """The place of the token before each target: its hidden state predicts the target."""
+        return self._places_N - 1 if self.shared is None else self.shared.predictors_N
+
+    @property
+    def target_tokens_N(self) -> torch.Tensor:
+        return self.tokens_T[self._places_N]
+
+    @property
+    def _places_N(self) -> torch.Tensor:
+        return self.loss_mask_T.nonzero()[:, 0] if self.places_N is None else self.places_N
 
     @property
     def target_lengths_S(self) -> torch.Tensor:

@@ -28,6 +28,12 @@ Batches = Callable[[Sequence[list[int]]], Iterable[list[int]]]
 """Yields batches of indices unchanged, and reports progress meanwhile."""
 
 
+def to_device(numbers: Sequence[float] | np.ndarray, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Copy to the device without waiting for work in progress, as a copy from memory that is not pinned would."""
+    tensor, device = torch.as_tensor(numbers, dtype=dtype), torch.device(device)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def split_by_tokens(lengths: Sequence[int], budget: int, processes: int = 1) -> list[list[int]]:
     """Groups of indices within the budget; a sequence longer than that is alone. For several processes, as many groups for each,
     of about as many tokens (fewer groups if there are fewer sequences).
@@ -136,15 +142,17 @@ def pack(examples: Sequence[Example], device: torch.device | str = "cpu", *, sha
     starts = _starts(lengths)
 
     def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        return to_device(array, device)
 
     def own(arrays: Iterable[np.ndarray]) -> np.ndarray:
         return np.concatenate([array[common:] for array, common in zip(arrays, shared, strict=True)])
 
+    loss_mask_T = own(e.loss_mask for e in examples)
     return Batch(
         tokens_T=tensor(own(e.tokens for e in examples).astype(np.int64)),
         positions_T=tensor(own(np.arange(len(e)) for e in examples)),
-        loss_mask_T=tensor(own(e.loss_mask for e in examples)),
+        loss_mask_T=tensor(loss_mask_T),
+        places_N=tensor(np.flatnonzero(loss_mask_T)),
         starts_S1=tensor(starts),
         longest=max(lengths),
         shared=_shared_prompts(examples, shared, starts, tensor) if any(shared) else None,
@@ -205,7 +213,7 @@ def _sequences(pairs: Sequence[Pair]) -> list[Example]:
 
 def pair_targets(pairs: Sequence[Pair], device: torch.device | str = "cpu") -> PairTargets:
     def tensor(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
+        return to_device(values, device, torch.float64)
 
     return PairTargets(
         num_targets=tuple(example.num_targets for example in _sequences(pairs)),

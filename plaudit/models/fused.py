@@ -10,7 +10,7 @@ with merged weights (models/merged.py).
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -189,7 +189,7 @@ class _Norm(torch.autograd.Function):
         from plaudit.models.kernels import norm_backward
 
         x_TD, weight_D = ctx.saved_tensors
-        grad_x_TD, grad_weight_D = norm_backward(grad_TD.contiguous(), x_TD, weight_D, ctx.eps, None)
+        grad_x_TD, grad_weight_D, _ = norm_backward(grad_TD.contiguous(), x_TD, weight_D, ctx.eps, None)
         return grad_x_TD.to(x_TD.dtype), grad_weight_D.to(weight_D.dtype), None
 
 
@@ -211,8 +211,10 @@ class _AddNorm(torch.autograd.Function):
         from plaudit.models.kernels import norm_backward
 
         summed_TD, weight_D = ctx.saved_tensors
-        grads = norm_backward(grad_normed_TD.contiguous(), summed_TD, weight_D, ctx.eps, grad_summed_TD.contiguous())
-        return grads[0].to(ctx.dtypes[0]), grads[0].to(ctx.dtypes[1]), grads[1].to(weight_D.dtype), None
+        grad_TD, grad_weight_D, grad_delta_TD = norm_backward(
+            grad_normed_TD.contiguous(), summed_TD, weight_D, ctx.eps, grad_summed_TD.contiguous(), also_in=ctx.dtypes[1]
+        )
+        return grad_TD.to(ctx.dtypes[0]), grad_delta_TD, grad_weight_D.to(weight_D.dtype), None
 
 
 class _NormHeads(torch.autograd.Function):
@@ -244,11 +246,12 @@ class _NormHeads(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """The backward pass rotates by the negative angle (both halves of a head rotate by the same angles)."""
+    """In place. The backward pass rotates by the negative angle (both halves of a head rotate by the same angles)."""
 
     @staticmethod
     def forward(ctx: Any, qkv_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor, heads: Heads) -> Tensor:
         ctx.save_for_backward(cos_TD, sin_TD)
+        ctx.mark_dirty(qkv_TE)
         ctx.heads = heads
         return _rotated(qkv_TE, cos_TD, sin_TD, heads)
 
@@ -256,16 +259,21 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TE: Tensor):  # pyright: ignore
         cos_TD, sin_TD = ctx.saved_tensors
-        return _rotated(grad_TE, cos_TD, -sin_TD, ctx.heads), None, None, None
+        # Nobody else's: it has been put together from those of queries, keys and values.
+        return _rotated(grad_TE.contiguous(), cos_TD, -sin_TD, ctx.heads), None, None, None
 
 
 def _rotated(qkv_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor, heads: Heads) -> Tensor:
     from plaudit.models.kernels import rotate
 
-    turned_TE = qkv_TE.clone(memory_format=torch.contiguous_format)
-    tables = Rotation(cos_TD.contiguous(), sin_TD.contiguous())
-    rotate(turned_TE, heads, tables, torch.arange(len(qkv_TE), device=qkv_TE.device))
-    return turned_TE
+    rotate(qkv_TE, heads, Rotation(cos_TD.contiguous(), sin_TD.contiguous()), _rows(len(qkv_TE), qkv_TE.device))
+    return qkv_TE
+
+
+@lru_cache(maxsize=4)
+def _rows(count: int, device: torch.device) -> Tensor:
+    """Of tables that have a row for each token."""
+    return torch.arange(count, device=device)
 
 
 class _SwiGLU(torch.autograd.Function):

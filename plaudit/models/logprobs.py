@@ -66,7 +66,7 @@ def state_logprobs(
 ) -> TokenLogprobs:
     """`target_logprobs` from the hidden states returned by `target_states`."""
     weight_VD = model.get_output_embeddings().weight  # pyright: ignore
-    return token_logprobs(hidden_ND, weight_VD, batch.tokens_T[batch.loss_mask_T], temperature=temperature, entropy=entropy)
+    return token_logprobs(hidden_ND, weight_VD, batch.target_tokens_N, temperature=temperature, entropy=entropy)
 
 
 def token_logprobs(

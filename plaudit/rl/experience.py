@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plaudit.data.pack import MicroBatches, pack, split_examples
+from plaudit.data.pack import MicroBatches, pack, split_examples, to_device
 from plaudit.objectives.aggregate import sequence_weights
 from plaudit.recipe import AlgorithmSettings, RLTrainSettings
 from plaudit.seeding import stable_seed
@@ -132,7 +132,7 @@ class Update:
         samples = [self.samples[i] for i in part]
 
         def tensor(arrays: Sequence[np.ndarray]) -> Tensor:
-            return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device, non_blocking=True)
+            return to_device(np.concatenate(arrays).astype(np.float32), device)
 
         def optional(arrays: Sequence[np.ndarray | None]) -> Tensor | None:
             present = [array for array in arrays if array is not None]

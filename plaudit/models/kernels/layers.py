@@ -163,31 +163,38 @@ def _join_parts(parts_ptr, joined_ptr, numbers, PARTS: tl.constexpr, BLOCK: tl.c
     tl.store(joined_ptr + at, joined.to(joined_ptr.dtype.element_ty), mask=inside)
 
 
-PROGRAMS = 512  # among which a norm's backward pass divides the tokens
+PROGRAMS = 1024  # among which a norm's backward pass divides the tokens
 
 
 def norm_backward(
-    grad_normed_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, grad_x_TD: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight, in fp32. `grad_x_TD`: another gradient of x, which is added.
+    grad_normed_TD: Tensor,
+    x_TD: Tensor,
+    weight_D: Tensor,
+    eps: float,
+    grad_x_TD: Tensor | None,
+    *,
+    also_in: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x and weight, in fp32; and that of x in the dtype `also_in`. `grad_x_TD`: another gradient of x, which is added.
 
     y = w · x r,  r = (mean x² + ε)^−½:      ∂x = r (g − x r · mean(g · x r)),  g = w ∂y      ∂w = Σ_t ∂y · x r
     """
     T, D = x_TD.shape
     block, programs = next_power_of_2(D), min(T, PROGRAMS)
     grad_TD = torch.empty(T, D, dtype=torch.float32, device=x_TD.device)
+    rounded_TD = grad_TD if also_in in (None, torch.float32) else torch.empty(T, D, dtype=also_in, device=x_TD.device)
     grad_weight_ND = torch.empty(programs, D, dtype=torch.float32, device=x_TD.device)
     _norm_backward[(programs,)](
-        grad_normed_TD, x_TD, weight_D, x_TD if grad_x_TD is None else grad_x_TD, grad_TD, grad_weight_ND, eps, T,
-        D=D, BLOCK=block, ADD=grad_x_TD is not None, num_warps=4 if block <= 2048 else 16,
+        grad_normed_TD, x_TD, weight_D, x_TD if grad_x_TD is None else grad_x_TD, grad_TD, rounded_TD, grad_weight_ND, eps, T,
+        D=D, BLOCK=block, ADD=grad_x_TD is not None, ROUND=rounded_TD is not grad_TD, num_warps=4 if block <= 2048 else 16,
     )  # fmt: skip
-    return grad_TD, grad_weight_ND.sum(0)
+    return grad_TD, grad_weight_ND.sum(0), rounded_TD
 
 
 @triton.jit
 def _norm_backward(
-    grad_normed_ptr, x_ptr, weight_ptr, grad_x_ptr, grad_ptr, grad_weight_ptr, eps, T,
-    D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    grad_normed_ptr, x_ptr, weight_ptr, grad_x_ptr, grad_ptr, rounded_ptr, grad_weight_ptr, eps, T,
+    D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, BLOCK)
     inside = at < D
@@ -205,6 +212,8 @@ def _norm_backward(
         if ADD:
             grad += tl.load(grad_x_ptr + row, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad_ptr + row, grad, mask=inside)
+        if ROUND:
+            tl.store(rounded_ptr + row, grad.to(rounded_ptr.dtype.element_ty), mask=inside)
     tl.store(grad_weight_ptr + tl.program_id(0).to(tl.int64) * D + at, grad_weight, mask=inside)
 
 

@@ -77,7 +77,7 @@ def _sum_tiles(
     tile = tl.program_id(1)
     token = tile * TILE + tl.arange(0, TILE)
     z = tl.load(logits_ptr + row * logits_stride + token, mask=token < V, other=-float("inf"))
-    greatest, odds = tile_odds(z, temperature, TEMPERED)
+    greatest, odds = tile_odds(z, temperature, TEMPERED)  # pyright: ignore[reportGeneralTypeIssues]
     place = sums_ptr + (row * tiles + tile) * 3
     tl.store(place, greatest)
     tl.store(place + 1, tl.sum(odds, 0))

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plaudit.data.pack import to_device
 from plaudit.models.attention import attend_packed
 from plaudit.models.heads import Heads, Rotation
 from plaudit.rollout.native.batch import POSITION, TOKEN, BatchRows
-from plaudit.rollout.native.cache import KVCache, to_device
+from plaudit.rollout.native.cache import KVCache
 from plaudit.rollout.native.scheduler import PrefillChunk
 from plaudit.types import Batch
 
@@ -22,7 +23,7 @@ class PrefillStep:
     def __init__(self, chunks: Sequence[PrefillChunk], cache: KVCache, ops: Any):
         self.cache, self.ops, device = cache.with_block_tables(_block_tables(chunks, cache.shape.device)), ops, cache.shape.device
         lengths, ends = [chunk.end - chunk.begin for chunk in chunks], [chunk.end for chunk in chunks]
-        self.tokens_T = to_device(np.concatenate([p.job.tokens[p.begin : p.end] for p in chunks]), device)
+        self.tokens_T = to_device(np.concatenate([p.job.tokens[p.begin : p.end] for p in chunks]), device, torch.int64)
         self.positions_T = to_device(np.concatenate([np.arange(p.begin, p.end) for p in chunks]), device)
         self.rows_T = to_device(np.repeat(np.arange(len(chunks)), lengths), device, torch.int32)
         self.starts_q = to_device([0, *accumulate(lengths)], device, torch.int32)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plaudit.data.pack import to_device
 from plaudit.rollout.engine import Sampling
-from plaudit.rollout.native.cache import to_device
 
 # Columns of a row's state. An unused row, or one whose sequence has ended, has position −1.
 TOKEN, POSITION, KEY, WRITTEN, LIMIT = range(5)

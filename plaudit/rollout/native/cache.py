@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plaudit.data.pack import to_device
 from plaudit.errors import PlauditError
 from plaudit.models.heads import Heads, block_tokens
 
@@ -117,12 +118,6 @@ def blocks_that_fit(wanted: int, min_blocks: int, block_bytes: int, free: int) -
             stacklevel=2,
         )
     return min(wanted, available)
-
-
-def to_device(numbers: Sequence[int] | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copy to the device without waiting for work in progress."""
-    tensor = torch.as_tensor(numbers, dtype=dtype)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _lazily_zero(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -536,11 +536,12 @@ def test_norm_backward(dtype, tokens, width, added, monkeypatch):
     g = generator(width)
     x, grad_x = (torch.randn(tokens, width, generator=g).to(DEVICE) for _ in range(2))
     weight, grad = (torch.randn(shape, generator=g).to(DEVICE, dtype) for shape in ((width,), (tokens, width)))
-    found = shared.norm_backward(grad, x, weight, 1e-5, grad_x if added else None)
+    found = shared.norm_backward(grad, x, weight, 1e-5, grad_x if added else None, also_in=dtype)
     at = exact(x).requires_grad_(), exact(weight).requires_grad_()
     expected = torch.autograd.grad(norm_of(*at, 1e-5), at, exact(grad))
     close(found[0], expected[0] + exact(grad_x) * added, torch.float32, times=4)
     close(found[1], expected[1], torch.float32, times=4)
+    assert torch.equal(found[2], found[0].to(dtype))
 
 
 def norm_of(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -70,7 +70,7 @@ for capability in (80, 90):
         compiled(packed._attend, dtype, capability, shape | {"ROWS": packed.ROWS}, tuned)
         fp32 = {"x_ptr": "*fp32", "summed_ptr": "*fp32", "grad_x_ptr": "*fp32", "grad_ptr": "*fp32", "grad_weight_ptr": "*fp32"}
         compiled(shared._add_norm, dtype, capability, {"D": 896, "BLOCK": 1024, "PARTS": 2}, NO_FP_FUSION, **fp32)
-        compiled(shared._norm_backward, dtype, capability, {"D": 896, "BLOCK": 1024, "ADD": True}, {}, **fp32)
+        compiled(shared._norm_backward, dtype, capability, {"D": 896, "BLOCK": 1024, "ADD": True, "ROUND": True}, {}, **fp32)
         compiled(shared._swiglu, dtype, capability, {"HALF": 4864, "BLOCK": 1024}, NO_FP_FUSION)
         compiled(shared._swiglu_backward, dtype, capability, {"HALF": 4864, "BLOCK": 1024}, {})
         compiled(shared._join_parts, dtype, capability, {"PARTS": 2, "BLOCK": 1024}, NO_FP_FUSION, parts_ptr="*fp32")

@@ -120,12 +120,12 @@ def _read(
         return
     token = tile * TILE + tl.arange(0, TILE)
     z = tl.load(logits_ptr + row * logits_stride + token, mask=token < V, other=-float("inf"))
-    greatest, odds = tile_odds(z, 1.0, False)
+    greatest, odds = tile_odds(z, 1.0, False)  # pyright: ignore[reportGeneralTypeIssues]
     place = (row * tiles + tile) * 4
     tl.store(sums_ptr + place, greatest)
     tl.store(sums_ptr + place + 1, tl.sum(odds, 0))
     if TEMPERED:
-        greatest, odds = tile_odds(z, tl.load(numbers_ptr), True)
+        greatest, odds = tile_odds(z, tl.load(numbers_ptr), True)  # pyright: ignore[reportGeneralTypeIssues]
     tl.store(sums_ptr + place + 2, tl.sum(odds, 0))
     if AT_ONCE:
         if FLOOR:
