@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from plaudit.models.attention import attend_packed, window_of
+from plaudit.models.gradient_sums import add_product, sum_of_product
 from plaudit.models.heads import Heads, Rotation
 from plaudit.models.liger import use_liger
 from plaudit.models.merged import has_merged, merged_product_of, use_merged
@@ -145,8 +146,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, count: int, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, *parameters)
-        ctx.count = count
         weights, biases = parameters[:count], parameters[count:]
+        ctx.count, ctx.sum = count, sum_of_product(weights)
         whole, bias = fused_view(weights), fused_view(biases) if biases else None
         if count == 1 and uses_split_k(x_TD, weights[0], bias):
             from plaudit.models.kernels import sum_splits
@@ -168,9 +169,14 @@ class _Product(torch.autograd.Function):
             grad_x_TD = grad_TE @ (torch.cat(weights) if whole is None else whole)
         grads: list[Tensor | None] = [None] * len(parameters)
         if any(needed[2 : 2 + ctx.count]):
-            grads[: ctx.count] = (grad_TE.T @ x_TD).split(lengths)
+            sum_ED = None if ctx.sum is None else ctx.sum.get(weights[0])
+            if sum_ED is None:
+                grads[: ctx.count] = (grad_TE.T @ x_TD).split(lengths)
+            else:
+                add_product(sum_ED, grad_TE, x_TD)
         if biases and any(needed[2 + ctx.count :]):
-            grads[ctx.count :] = grad_TE.sum(0).split(lengths)
+            # A product, which is three times as fast as a sum over the rows.
+            grads[ctx.count :] = (_ones(len(grad_TE), grad_TE.dtype, grad_TE.device) @ grad_TE)[0].split(lengths)
         return grad_x_TD, None, *grads
 
 
@@ -268,6 +274,11 @@ def _rotated(qkv_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor, heads: Heads) -> Te
 
     rotate(qkv_TE, heads, Rotation(cos_TD.contiguous(), sin_TD.contiguous()), _rows(len(qkv_TE), qkv_TE.device))
     return qkv_TE
+
+
+@lru_cache(maxsize=4)
+def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(1, count, dtype=dtype, device=device)
 
 
 @lru_cache(maxsize=4)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from plaudit.models.attention import packed_arguments
+from plaudit.models.gradient_sums import add_product, sum_of_product
 from plaudit.models.sharded import in_forward_pass
 from plaudit.types import Batch
 
@@ -97,6 +98,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 whole_N[at] = part
         ctx.save_for_backward(hidden_ND, weight_VD, tokens_N, *summed_N)
         ctx.temperature, ctx.learn_entropy, ctx.chunk = temperature, entropy == "with_gradient", chunk
+        ctx.sum = sum_of_product([weight_VD])
         if not ctx.learn_entropy:
             ctx.mark_non_differentiable(summed_N.entropy_N)
         return summed_N.logprobs_N, summed_N.entropy_N
@@ -108,7 +110,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         summed_N = Summed(*summed)
         grad_hidden_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
         # Summed in fp32 over chunks: bf16 would lose the small contributions.
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=_precise(weight_VD.dtype)) if ctx.needs_input_grad[1] else None
+        sum_VD, grad_weight_VD = None, None
+        if ctx.needs_input_grad[1]:
+            sum_VD = None if ctx.sum is None else ctx.sum.get(weight_VD)
+            if sum_VD is None:
+                sum_VD = grad_weight_VD = torch.zeros_like(weight_VD, dtype=_precise(weight_VD.dtype))
         gradient = _kernel_gradient if _has_kernels(hidden_ND) else _torch_gradient
         for at in _chunks(len(tokens_N), ctx.chunk):
             grads = grad_logprobs_N[at], grad_entropy_N[at] if ctx.learn_entropy else None
@@ -116,8 +122,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_z = gradient(logits_of(hidden_ND[at], weight_VD), tokens_N[at], part, ctx.temperature, *grads, hidden_ND.dtype)
             if grad_hidden_ND is not None:
                 grad_hidden_ND[at] = grad_z @ weight_VD
-            if grad_weight_VD is not None:
-                _add_product(grad_weight_VD, grad_z, hidden_ND[at])
+            if sum_VD is not None:
+                add_product(sum_VD, grad_z, hidden_ND[at])
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_ND, grad_weight_VD, None, None, None, None
@@ -175,16 +181,6 @@ def _below(z_NV: Tensor, greatest_N: Tensor, temperature: float) -> Tensor:
     """(z − greatest) / temperature, in place. The maximum is subtracted first: z − log Σ exp z rounds where logits are large."""
     below_NV = z_NV.sub_(greatest_N[:, None])
     return below_NV if temperature == 1.0 else below_NV.div_(temperature)
-
-
-def _add_product(sum_VD: Tensor, grad_NV: Tensor, hidden_ND: Tensor) -> None:
-    """sum += gradᵀ hidden, in the precision of the sum."""
-    if grad_NV.dtype == sum_VD.dtype:
-        sum_VD.addmm_(grad_NV.T, hidden_ND)
-    elif grad_NV.is_cuda:
-        torch.addmm(sum_VD, grad_NV.T, hidden_ND, out_dtype=sum_VD.dtype, out=sum_VD)
-    else:
-        sum_VD += grad_NV.T @ hidden_ND
 
 
 def logits_of(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from plaudit.models.gradient_sums import GradientSums
 from plaudit.models.memory import BUCKET_ELEMENTS
 from plaudit.world import PendingCollective, World
 
@@ -102,10 +103,7 @@ class LocalGradients:
     def __init__(self, parameters: Mapping[str, nn.Parameter]):
         self._parameters = parameters
         self.pieces: Mapping[str, Piece] = {name: Piece(name, p, p.ndim >= 2) for name, p in parameters.items()}
-        self._sums: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            if parameter.dtype != torch.float32:
-                _add_into(self._sums, name, parameter)
+        self._sums = GradientSums({name: p for name, p in parameters.items() if p.dtype != torch.float32})
 
     def begin_last_pass(self) -> None:
         pass
@@ -114,7 +112,9 @@ class LocalGradients:
         pass
 
     def sums(self) -> dict[str, Tensor]:
-        found = ((name, p.grad if p.dtype == torch.float32 else self._sums.get(name)) for name, p in self._parameters.items())
+        found = (
+            (name, p.grad if p.dtype == torch.float32 else self._sums.by_name.get(name)) for name, p in self._parameters.items()
+        )
         return {name: gradient for name, gradient in found if gradient is not None}
 
     def norm(self) -> Tensor:
@@ -127,20 +127,6 @@ class LocalGradients:
 
     def publish(self) -> None:
         pass
-
-
-def _add_into(sums: dict[str, Tensor], name: str, parameter: nn.Parameter) -> None:
-    """Move the parameter's gradients into its sum as soon as they are computed."""
-
-    def move_gradient(p: Tensor) -> None:
-        assert p.grad is not None
-        if name in sums:
-            sums[name] += p.grad
-        else:
-            sums[name] = p.grad.float()
-        p.grad = None
-
-    parameter.register_post_accumulate_grad_hook(move_gradient)  # it must not refer to the optimiser: a reference cycle
 
 
 # Several processes ---------------------------------------------------------------------------------------------------
