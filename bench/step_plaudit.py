@@ -162,7 +162,7 @@ def dpo_step(job: dict, steps: Steps, work: Any, recipe: DPORecipe, policy: Trai
 
     # As the command does: the reference's log-probs of all pairs once, before training.
     pairs = [pair(row) for number in range(total) for row in pairs_of(steps, model.config.vocab_size, number)]
-    reference = [sums.tolist() for sums in measure(model, pairs, answer_logprobs, budget, world)]
+    reference = [sums.tolist() for sums in measure(model, pairs, answer_logprobs, budget, world, share=recipe.train.share_prompts)]
     pairs = [replace(one, ref_chosen=c, ref_rejected=r) for one, c, r in zip(pairs, *reference, strict=True)]
     trainer = build_trainer(recipe, policy, "none", world)
     optimiser = TimedOptimiser(trainer)
@@ -170,7 +170,7 @@ def dpo_step(job: dict, steps: Steps, work: Any, recipe: DPORecipe, policy: Trai
     def step(number: int) -> dict[str, float]:
         taken = pairs[number * steps.rows : (number + 1) * steps.rows]
         began = now()
-        batches = pair_micro_batches(taken, budget, policy.device)
+        batches = pair_micro_batches(taken, budget, policy.device, share=recipe.train.share_prompts)
         trainer.update(batches, dpo_loss(model, taken, recipe.loss), recipe.optim.lr)
         seconds = now() - began
         targets = sum(one.chosen.num_targets + one.rejected.num_targets for one in taken)

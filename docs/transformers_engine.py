@@ -3,6 +3,8 @@
 In a recipe: `rollout: {engine: docs/transformers_engine.py:TransformersEngine}`.
 """
 
+import copy
+
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -17,7 +19,8 @@ class TransformersEngine(Engine):
     def __init__(self, setup: EngineSetup):
         self.tokenizer, ends = setup.tokenizer, setup.model.generation_config.eos_token_id
         self.ends = {ends} if isinstance(ends, int) else set(ends or ())
-        self.model = AutoModelForCausalLM.from_config(setup.model.config, dtype=setup.model.dtype, attn_implementation="sdpa")
+        config = copy.deepcopy(setup.model.config)  # a model built from the policy's own config would change the policy's attention
+        self.model = AutoModelForCausalLM.from_config(config, dtype=setup.model.dtype, attn_implementation="sdpa")
         self.model.to(setup.world.device).eval()  # its own copy, filled by the first sync
 
     def sync(self, version, weights):

@@ -18,13 +18,25 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from plaudit.errors import PlauditError
 from plaudit.types import Batch, SharedPrompts
 
 NAME = "plaudit_packed"
 
 
+def packed_states(decoder: Any, batch: Batch) -> Tensor:
+    """Final hidden states [T, D] of a packed batch."""
+    attention = decoder.config._attn_implementation
+    if attention != NAME:  # another one does not know which sequences share tokens
+        raise PlauditError(
+            f"{decoder.name_or_path}: its attention was replaced by {attention} after it was loaded. Code that builds another "
+            "model from its config (an engine of your own) must copy the config first: copy.deepcopy(model.config)"
+        )
+    return decoder(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
+
+
 def packed_arguments(batch: Batch) -> dict[str, Any]:
-    """Keyword arguments of a model's forward pass for a packed batch."""
+    """Keyword arguments of a decoder's forward pass for a packed batch."""
     shared = batch.shared
     return {
         "input_ids": batch.tokens_T[None],

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 
 from plaudit.data.templates import ChatTemplate
 from plaudit.errors import RecipeError
-from plaudit.models.attention import packed_arguments
+from plaudit.models.attention import packed_states
 from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.folder import architecture, read_config, require_matching_tokenizer
 from plaudit.models.fused import merge_adapters, prepare_layers
@@ -24,7 +24,7 @@ from plaudit.models.lora import attach_lora
 from plaudit.models.scalar import read_value_head
 from plaudit.models.sharded import in_forward_pass
 from plaudit.models.trainable import TrainableModel, load_pretrained, resolve_dtype
-from plaudit.models.verify import verify_packed_states
+from plaudit.models.verify import verify_packed_states, verify_shared
 from plaudit.recipe import ModelSettings
 from plaudit.seeding import stable_seed
 from plaudit.threads import fit_threads
@@ -36,7 +36,7 @@ HEAD = "score"
 @in_forward_pass
 def sequence_scores(model: PreTrainedModel, batch: Batch) -> Tensor:
     """A score for each sequence of a packed batch."""
-    hidden_TD = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]  # pyright: ignore
+    hidden_TD = packed_states(model.get_decoder(), batch)
     return scores_of(model, hidden_TD[batch.starts_S1[1:].long() - 1])
 
 
@@ -81,6 +81,7 @@ def load_classifier(
     fit_threads(model.config, device)
     prepare_layers(model.get_decoder(), liger=recipe.liger)
     verify_packed_states(model.get_decoder())
+    verify_shared(model.get_decoder())
     peft = attach_lora(model, recipe.lora, seed, head=HEAD, section=section) if recipe.lora is not None else None
     if peft is not None:
         merge_adapters(model.get_decoder())

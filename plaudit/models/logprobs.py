@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from plaudit.models.attention import packed_arguments
+from plaudit.models.attention import packed_states
 from plaudit.models.gradient_sums import add_product, sum_of_product
 from plaudit.models.sharded import in_forward_pass
 from plaudit.types import Batch
@@ -58,7 +58,7 @@ def target_logprobs(model: nn.Module, batch: Batch, *, temperature: float = 1.0,
 @in_forward_pass
 def target_states(model: nn.Module, batch: Batch) -> Tensor:
     """The hidden states that predict the tokens marked by `batch.loss_mask_T`, in order: each one position before its token."""
-    hidden_TD = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]  # pyright: ignore
+    hidden_TD = packed_states(model.get_decoder(), batch)  # pyright: ignore
     return hidden_TD[batch.predictors_N]
 
 

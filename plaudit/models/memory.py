@@ -169,7 +169,7 @@ def plan_memory(
         activations=_activations(recipe, shape, _bytes_kept(recipe, shape, size, on_kernels, counts.adapted_inputs), micro_batch),
         logits=0
         if scalar
-        else 3 * 4 * CHUNK_LOGITS.get(device.type, 0) + (0 if recipe.lora else 4 * config.vocab_size * shape.hidden),
+        else 2 * 4 * CHUNK_LOGITS.get(device.type, 0) + (0 if recipe.lora else 4 * config.vocab_size * shape.hidden),
         one_micro_batch=one_micro_batch,
         merged=merged_copies,
     )

@@ -31,7 +31,7 @@ from plaudit.data.templates import load_tokenizer, template_text
 from plaudit.data.transcript import Transcript
 from plaudit.errors import RecipeError
 from plaudit.hub import model_folder
-from plaudit.models.attention import packed_arguments
+from plaudit.models.attention import packed_states
 from plaudit.models.folder import architecture, read_config
 from plaudit.models.layer_blocks import LayerBlock, ReceivedStates, class_of_block, divide_model
 from plaudit.models.residual import keep_residual_fp32
@@ -79,7 +79,7 @@ class ScalarModel(nn.Module):
         return self.head(last_SD.float())[:, 0]
 
     def _states(self, batch: Batch) -> Tensor:
-        return self.decoder(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
+        return packed_states(self.decoder, batch)
 
     def score(self, sequences: Sequence[Sequence[int]], *, tokens_per_pass: int | None = None) -> np.ndarray:
         """A score for each sequence of tokens, in fp32."""

@@ -28,7 +28,7 @@ from plaudit.models.fused import merge_adapters, prepare_layers
 from plaudit.models.host_memory import HostMemory
 from plaudit.models.lora import PEFT_PREFIX, attach_lora, iter_merged_weights, merge_lora, merged_weights, saved_by_peft
 from plaudit.models.sharded import gather_on_host, is_sharded, iter_some, iter_whole
-from plaudit.models.verify import verify_packed
+from plaudit.models.verify import verify_packed, verify_shared
 from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.redaction import redact
 from plaudit.response_files import read_response_files
@@ -172,6 +172,7 @@ def load_model(recipe: ModelSettings, device: torch.device) -> PreTrainedModel:
     fit_threads(model.config, device)
     prepare_layers(model, liger=recipe.liger)
     verify_packed(model)
+    verify_shared(model.get_decoder())
     return model
 
 

@@ -103,7 +103,7 @@ class DPORecipe(Section):
     """GPUs and how they share the work."""
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = ANY_RESUME
-    RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = ROUNDING
+    RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = (*ROUNDING, "train.share_prompts")
 
 
 class RewardModelRecipe(Section):
@@ -129,4 +129,4 @@ class RewardModelRecipe(Section):
     """GPUs and how they share the work."""
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = ANY_RESUME
-    RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = ROUNDING
+    RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = (*ROUNDING, "train.share_prompts")

@@ -435,8 +435,8 @@ class RLRecipe(Section):
         *(f"rewards.*.{inside}limits.{setting}" for inside in INSIDE for setting in ModelLimits.model_fields),
     )  # fmt: skip
     RESUME_CHANGES_ROUNDING: ClassVar[tuple[str, ...]] = (
-        *(name for name in ROUNDING if name != "run.validate_every"), "rollout.max_sequences", "rollout.server.*",
-        "critic.gradient_checkpointing", "critic.liger",
+        *(name for name in ROUNDING if name != "run.validate_every"), "train.share_prompts", "rollout.max_sequences",
+        "rollout.server.*", "critic.gradient_checkpointing", "critic.liger",
         # Changed to fix a reward that stopped the run:
         "rewards.*.limits.timeout_s", "rewards.*.limits.function_timeout_s", "rewards.*.limits.worker_memory_gb",
         "rewards.*.on_failure",

@@ -192,7 +192,7 @@ ANY_RESUME = (
 """Settings that cannot change the trained weights, so a resumed run may change them. `*` matches anything. (How many processes
 there are, and what they divide, changes rounding: a run records and reports what it finds, which may not be in the recipe.)"""
 ROUNDING = (
-    "train.tokens_per_micro_batch", "train.share_prompts", "model.gradient_checkpointing", "model.liger", "run.validate_every",
+    "train.tokens_per_micro_batch", "model.gradient_checkpointing", "model.liger", "run.validate_every",
     "run.device", "run.deterministic",
 )  # fmt: skip
 """Settings that change results at most by rounding (or only when they are measured): allowed on resume, and reported."""

@@ -42,7 +42,7 @@ def test_a_users_engine_trains_and_an_exception_in_it_loses_no_step(tmp_path, re
     assert f"resumes although {engine} has changed" in re.sub(r"\s+", " ", capsys.readouterr().err)
     steps = {row["step"]: row for row in metrics_of(tmp_path / "run")}
     assert steps.keys() == {1, 2}
-    assert all(row["mismatch"] < 1e-5 for row in steps.values())
+    assert all(row["mismatch"] < 1e-5 for row in steps.values()), [row["mismatch"] for row in steps.values()]
 
 
 def test_a_sync_that_fails_loses_no_step(tmp_path, recipe):

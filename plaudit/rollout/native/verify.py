@@ -11,7 +11,7 @@ import torch
 
 from plaudit.data.pack import pack
 from plaudit.errors import RecipeError
-from plaudit.models.attention import packed_arguments
+from plaudit.models.attention import packed_states
 from plaudit.models.logprobs import logits_of
 from plaudit.rollout.native.batch import COLUMNS, POSITION, TOKEN, BatchRows
 from plaudit.rollout.native.cache import KVCache
@@ -53,7 +53,7 @@ def _logprobs_both_ways(forward: Forward) -> tuple[torch.Tensor, torch.Tensor]:
     was_training = model.training
     model.eval()
     batch = pack([Example(tokens, np.zeros(len(tokens), dtype=bool))], device)
-    hidden_TD = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]  # pyright: ignore
+    hidden_TD = packed_states(model.get_decoder(), batch)
     expected = logits_of(hidden_TD, forward.head)[PREFILLED:]
 
     cache, rows = KVCache(forward.shape, 1, 2, block_tokens=BLOCK), BatchRows(1, device)

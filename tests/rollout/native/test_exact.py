@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from plaudit.data.pack import pack
-from plaudit.models.attention import NAME, packed_arguments
+from plaudit.models.attention import NAME, packed_states
 from plaudit.models.fused import prepare_layers
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import load_model
@@ -71,7 +71,7 @@ def test_gradients_match_fp32(tiny_models, kind):
     output_grad = torch.randn(321, half.config.hidden_size, generator=torch.Generator().manual_seed(0))
     for model, device in ((half, "cuda"), (exact, "cpu")):
         model.train()
-        states = model.get_decoder()(**packed_arguments(pack(examples, device)), use_cache=False).last_hidden_state[0]
+        states = packed_states(model.get_decoder(), pack(examples, device))
         (states.float() * output_grad.to(device)).sum().backward()
     for (name, ours), (_, theirs) in zip(half.named_parameters(), exact.named_parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None), name

@@ -566,7 +566,7 @@ def test_swiglu_backward(dtype, tokens, half):
 def test_fused_layers(tiny_models, monkeypatch, kind, checkpointed):
     """Hidden states and all gradients match the model's own modules; also after its fused weights have been separated again."""
     from plaudit.data.pack import pack
-    from plaudit.models.attention import packed_arguments
+    from plaudit.models.attention import packed_states
     from plaudit.models.trainable import load_model
     from plaudit.recipe import ModelSettings
     from plaudit.types import Example
@@ -586,7 +586,7 @@ def test_fused_layers(tiny_models, monkeypatch, kind, checkpointed):
         model.train()
         if checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        states = model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
+        states = packed_states(model.get_decoder(), batch)
         (states * output_grad).sum().backward()
         model.found = states.detach()
     for model in fused_models:
@@ -998,7 +998,7 @@ def test_the_engine_samples_the_same_with_kernels(tiny_models, monkeypatch, kind
 def test_scoring_passes_match_modules(tiny_models, monkeypatch, kind, dtype):
     """Hidden states of packed sequences, with kernels and in torch, match the model's own modules."""
     from plaudit.data.pack import pack
-    from plaudit.models.attention import packed_arguments
+    from plaudit.models.attention import packed_states
     from plaudit.models.trainable import load_model
     from plaudit.recipe import ModelSettings
     from plaudit.rollout.native import scoring_pass
@@ -1008,7 +1008,7 @@ def test_scoring_passes_match_modules(tiny_models, monkeypatch, kind, dtype):
     sequences = [np.arange(length) % 300 for length in (6, 1, 3)]
     batch = pack([Example(tokens, np.zeros(len(tokens), dtype=bool)) for tokens in sequences], DEVICE)
     with torch.no_grad():
-        expected = model(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
+        expected = packed_states(model, batch)
     for ops in (torch_ops, kernels) if DEVICE.type == "cpu" else (kernels,):
         monkeypatch.setattr(scoring_pass, "ops_for", lambda device, ops=ops: ops)
         found = scoring_pass.ScoringPass(model)(batch)
@@ -1025,7 +1025,7 @@ def test_merged_adapters(tiny_models, monkeypatch, kind, targets):
     """Hidden states and the adapters' gradients are peft's; without adapters the states are the base model's; after a change of an
     adapter, all of it again."""
     from plaudit.data.pack import pack
-    from plaudit.models.attention import packed_arguments
+    from plaudit.models.attention import packed_states
     from plaudit.models.lora import attach_lora, iter_merged_weights
     from plaudit.models.merged import has_merged
     from plaudit.models.trainable import load_model
@@ -1046,7 +1046,7 @@ def test_merged_adapters(tiny_models, monkeypatch, kind, targets):
     output_grad = torch.randn(6, theirs.config.hidden_size, generator=generator(0)).to(DEVICE)
 
     def states(model):
-        return model.get_decoder()(**packed_arguments(batch), use_cache=False).last_hidden_state[0]
+        return packed_states(model.get_decoder(), batch)
 
     for change in (0.05, 0.1):
         for model in (theirs, ours):
