@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from plaudit.data.pack import micro_batches, pack
 from plaudit.data.templates import load_template, load_tokenizer
-from plaudit.errors import RecipeError, TrainingStopped
+from plaudit.errors import PlauditError, RecipeError, TrainingStopped
 from plaudit.models import attention, logprobs
 from plaudit.models.residual import keep_residual_fp32
 from plaudit.models.trainable import TrainableModel, load_policy
@@ -24,6 +24,7 @@ from plaudit.train.optimiser import Optimiser
 from plaudit.train.saved_state import given_tensors
 from plaudit.train.schedule import lr_at
 from plaudit.types import Batch
+from support.examples import make_examples
 from support.training import assert_same_bits, load, make_trainer, nll_of, rows_of, snapshot
 
 CPU = torch.device("cpu")
@@ -515,16 +516,36 @@ def test_the_probe_finds_a_model_that_loses_sequence_starts():
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
 def test_the_probe_finds_a_model_whose_sequences_see_each_other(tiny_models, monkeypatch, kind):
-    original = logprobs.packed_arguments
+    original = attention.packed_arguments
 
     def one_sequence(batch: Batch) -> dict:
         starts = torch.tensor([0, batch.num_tokens], dtype=torch.int32)
         bounds = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
         return {**original(batch), **bounds, "max_length_q": batch.num_tokens, "max_length_k": batch.num_tokens}
 
-    monkeypatch.setattr(logprobs, "packed_arguments", one_sequence)
+    monkeypatch.setattr(attention, "packed_arguments", one_sequence)
     with pytest.raises(RecipeError, match="computes other log-probs on packed batches"):
         load(tiny_models[kind])
+
+
+def test_the_probe_finds_a_model_that_does_not_see_shared_tokens(tiny_models, monkeypatch):
+    original = attention.packed_arguments
+
+    def own_tokens_only(batch: Batch) -> dict:
+        arguments = {name: value for name, value in original(batch).items() if name != "shared_prompts"}
+        return {**arguments, "cu_seq_lens_k": batch.starts_S1, "max_length_k": batch.longest}
+
+    monkeypatch.setattr(attention, "packed_arguments", own_tokens_only)
+    with pytest.raises(RecipeError, match="computes other hidden states where sequences share their first tokens"):
+        load(tiny_models["llama"])
+
+
+def test_a_model_whose_attention_was_replaced_is_not_trained(tiny_models):
+    """As by an engine that builds a model of its own from the policy's config."""
+    model = load(tiny_models["llama"]).model
+    AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa")
+    with pytest.raises(PlauditError, match=r"its attention was replaced by sdpa .* must copy the config"):
+        logprobs.target_logprobs(model, pack(make_examples((5, 9))))
 
 
 def test_a_generation_config_that_cannot_be_saved_is_fixed(tmp_path, tiny_model):
