@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from plaudit.data.pack import pack
 from plaudit.data.templates import load_template, load_tokenizer
@@ -142,6 +143,39 @@ def test_merged_weights_follow_every_update_and_a_resume(tiny_models, dtype):
     resumed_trainer.optimiser.load_state(given_tensors(trainer.optimiser.state()))
     found = merged_copies(resumed)
     assert all(torch.equal(weight, found[name]) for name, weight in seen[-1].items()), "to the bit: what was rounded up is again"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saved_models_compute_what_was_trained(tiny_models, tmp_path, dtype):
+    """As a complete model in transformers, and as an adapter in peft. The complete model has the merged weights, to the bit; the
+    adapter on the base is what they are rounded from."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    policy = load(tiny_models["qwen2"], dtype)
+    shift(policy, 0)
+    assert policy.lora is not None
+    policy.save(tmp_path / "merged")
+    policy.lora = policy.lora.model_copy(update={"merge_on_save": False})
+    policy.save(tmp_path / "adapter")
+    saved = load_file(tmp_path / "merged/model.safetensors")
+    assert all(torch.equal(saved[name], weight) for name, weight in merged_copies(policy).items())
+
+    tokens = np.array([5, 9, 200, 31, 7, 7, 60], dtype=np.int32)
+
+    def logprobs(model) -> torch.Tensor:
+        sequence = torch.from_numpy(tokens).long()
+        return model(sequence[None]).logits[0, :-1].log_softmax(-1).gather(-1, sequence[1:, None])[:, 0]
+
+    with torch.no_grad():
+        merged = logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32))
+        base = AutoModelForCausalLM.from_pretrained(tiny_models["qwen2"], dtype=torch.float32)
+        plain, adapted = logprobs(base), logprobs(PeftModel.from_pretrained(base, str(tmp_path / "adapter")))
+        trained = target_logprobs(policy.model.eval(), pack([Example(tokens, np.arange(len(tokens)) >= 1)], CPU)).logprobs_N
+    rounding = 1e-5 if dtype == "float32" else 0.02
+    assert (adapted - plain).abs().max() > 10 * rounding, "the adapter matters"
+    torch.testing.assert_close(merged, adapted, rtol=0, atol=rounding)
+    torch.testing.assert_close(trained, adapted, rtol=0, atol=rounding)
 
 
 def test_peft_computes_what_is_no_longer_merged(tiny_models):
