@@ -16,6 +16,7 @@ from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.rollout.engine import Request, Sampling, Weights
 from plaudit.rollout.native.decoder import FusedDecoder
 from plaudit.rollout.native.engine import NativeEngine
+from plaudit.train import optimiser
 from plaudit.train.saved_state import given_tensors
 from plaudit.types import Example
 from support.training import make_trainer, nll_of, rows_of
@@ -125,11 +126,12 @@ def assert_merged(policy: TrainableModel) -> None:
         torch.testing.assert_close(found.float(), exact, rtol=2.0**-7 if found.dtype == torch.bfloat16 else 1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_merged_weights_follow_every_update_and_a_resume(tiny_models, dtype):
+@pytest.mark.parametrize(("dtype", "placement"), [("float32", "resident"), ("bfloat16", "resident"), ("bfloat16", "offload")])
+def test_merged_weights_follow_every_update_and_a_resume(tiny_models, monkeypatch, dtype, placement):
     """torch's fused AdamW changes adapters without counting the change, by which a merged weight knows that it is out of date."""
+    monkeypatch.setattr(optimiser, "has_device_memory", lambda device: True)  # else nothing is offloaded
     policy = load(tiny_models["llama"], dtype)
-    trainer, batches = make_trainer(policy, lr=1e-2), [pack(rows_of(policy))]
+    trainer, batches = make_trainer(policy, lr=1e-2, placement=placement), [pack(rows_of(policy))]
     seen = [merged_copies(policy)]
     for _ in range(3):
         trainer.update(batches, nll_of(policy, batches))

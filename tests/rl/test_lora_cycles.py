@@ -96,8 +96,8 @@ def assert_no_growth(alive: Sequence[Alive]) -> None:
 
 def assert_no_drift(apart: Sequence[float], model: dict[str, Any]) -> None:
     """Mean differences of log-probs, step by step."""
-    assert max(apart) < (1e-3 if model["dtype"] == "bfloat16" else 1e-6)
-    assert np.mean(apart[-25:]) < 4 * np.mean(apart[:25])
+    assert max(apart) < (1e-3 if model["dtype"] == "bfloat16" else 3e-6)
+    assert max(apart[25:]) < 4 * max(apart[:25])
 
 
 @pytest.mark.slow
