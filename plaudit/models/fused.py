@@ -252,13 +252,17 @@ class _NormHeads(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """In place. The backward pass rotates by the negative angle (both halves of a head rotate by the same angles)."""
+    """In place, unless it is a view. The backward pass rotates by the negative angle (both halves of a head rotate by the same
+    angles)."""
 
     @staticmethod
     def forward(ctx: Any, qkv_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor, heads: Heads) -> Tensor:
         ctx.save_for_backward(cos_TD, sin_TD)
-        ctx.mark_dirty(qkv_TE)
         ctx.heads = heads
+        if qkv_TE._is_view():  # of a product with padding; autograd does not let a view be changed that a function has returned
+            qkv_TE = qkv_TE.clone(memory_format=torch.contiguous_format)
+        else:
+            ctx.mark_dirty(qkv_TE)
         return _rotated(qkv_TE, cos_TD, sin_TD, heads)
 
     @staticmethod
