@@ -45,9 +45,11 @@ def logit_gradients(
     """Into `grad_NV`. With p = softmax(z / τ):      ∂z_v = (∂logprob · (1[v is the token] − p_v) − ∂H · p_v (log p_v + H)) / τ"""
     N, V = logits_NV.shape
     has_entropy = grad_entropy_N is not None
+    grad_logprobs_N = grad_logprobs_N.contiguous()  # that of a sum is one number, expanded
+    grad_entropy_N = grad_entropy_N.contiguous() if has_entropy else grad_logprobs_N
     _gradients[(N, -(-V // TILE))](
         logits_NV, logits_NV.stride(0), tokens_N, summed.greatest_N, summed.total_N, summed.entropy_N, grad_logprobs_N,
-        grad_entropy_N if has_entropy else grad_logprobs_N, grad_NV, grad_NV.stride(0), temperature, V,
+        grad_entropy_N, grad_NV, grad_NV.stride(0), temperature, V,
         TILE=TILE, ENTROPY=has_entropy, num_warps=WARPS,
     )  # fmt: skip
 

@@ -19,8 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plaudit.models import fused
+from plaudit.models import fused, logprobs
 from plaudit.models.heads import Heads, Rotation, block_tokens
+from plaudit.models.logprobs import token_logprobs
 from plaudit.models.products import PARTS, split_k_product, uses_split_k
 from plaudit.rollout.engine import Sampling
 from plaudit.rollout.native import sampler, torch_ops
@@ -637,6 +638,26 @@ def test_token_logprobs(vocabulary, temperature, monkeypatch):
         wanted = (exact(weights[0]) * logprobs).sum() + with_entropy * (exact(weights[1]) * entropy).sum()
         [expected] = torch.autograd.grad(wanted, at, retain_graph=True)
         torch.testing.assert_close(exact(grad), expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("entropy", ["value", "with_gradient"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["sum", "weighted"])
+def test_gradients_of_log_probs_in_chunks(monkeypatch, entropy, weighted):
+    """The gradient of a plain sum is one number that stands for all tokens."""
+    hidden, weight = (torch.randn(shape, generator=generator(7)).to(DEVICE).requires_grad_() for shape in ((11, 16), (300, 16)))
+    tokens = torch.arange(11, device=DEVICE) * 27
+
+    def gradients() -> tuple[Tensor, ...]:
+        found = token_logprobs(hidden, weight, tokens, temperature=0.8, entropy=entropy, chunk_logits=1200)
+        terms = found.logprobs_N + 0.5 * found.entropy_N
+        loss = (terms * torch.linspace(-1, 2, 11, device=DEVICE)).sum() if weighted else -terms.sum() / 11
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    monkeypatch.setattr(logprobs, "_has_kernels", lambda hidden: False)
+    expected = gradients()
+    monkeypatch.setattr(logprobs, "_has_kernels", lambda hidden: True)
+    for ours, theirs in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.6}, {"temperature": 0.6, "top_p": 0.8}, {"top_k": 7}], ids=str)
