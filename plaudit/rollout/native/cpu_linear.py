@@ -1,4 +1,4 @@
-"""Half-precision linear layers on a CPU with prepacked weights.
+"""Half-precision linear layers with prepacked weights, on a CPU with instructions for bf16 (others: `cpu_ops.product`).
 
 `F.linear` reorders the weights in every call, which for a few rows costs as much as the product itself. The result is the same to
 the bit. A prepacked copy lives for one call of the engine, since the trainer changes the weights in between. Making it costs what
@@ -11,12 +11,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from plaudit.rollout.native.cpu_ops import computes_products
+
 PREPACK_AFTER_STEPS = 8
 ROWS = 16  # the layout is tuned for this many; others work too
 
 
 def prepacking_helps(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cpu" and dtype == torch.bfloat16 and _prepacking_works()
+    return device.type == "cpu" and dtype == torch.bfloat16 and not computes_products(dtype) and _prepacking_works()
 
 
 @cache

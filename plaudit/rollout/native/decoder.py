@@ -26,6 +26,7 @@ from plaudit.models.products import fused_weight_and_bias, product, split_k_prod
 from plaudit.models.residual import has_fp32_residual
 from plaudit.rollout.native.attention import DecodeStep, PrefillStep, ScoringStep
 from plaudit.rollout.native.cpu_linear import prepack_linear
+from plaudit.rollout.native.cpu_ops import product as few_rows_product
 
 MAX_POSITIONS = 1 << 17  # rotary tables are computed up to here in advance, beyond only as needed
 
@@ -64,7 +65,9 @@ class _Fused:
         self.prepacked: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return product(x_TD, self.weight, self.bias) if self.prepacked is None else self.prepacked(x_TD)
+        if self.prepacked is not None:
+            return self.prepacked(x_TD)
+        return (product if x_TD.is_cuda else few_rows_product)(x_TD, self.weight, self.bias)
 
     def in_parts(self, x_TI: Tensor) -> Tensor:
         """Split-K partial sums in fp32 [parts, T, D], for a caller that adds them up; or the full product [T, D]."""

@@ -11,6 +11,7 @@ from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.fused import can_fuse
 from plaudit.models.heads import Heads
 from plaudit.models.logprobs import logits_of
+from plaudit.rollout.native import cpu_ops, torch_ops
 from plaudit.rollout.native.attention import DecodeStep, PrefillStep
 from plaudit.rollout.native.batch import BatchRows, DeviceSampling
 from plaudit.rollout.native.cache import CacheShape, KVCache
@@ -26,6 +27,8 @@ class Forward:
     def __init__(self, model: PreTrainedModel):
         self.model, self.shape = model, cache_shape(model)
         self.ops = ops_for(self.shape.device)
+        # Prefill computes what the trainer computes, to the bit where it can; a decode step sums in another order anyway.
+        self.decode_ops = cpu_ops if self.ops is torch_ops else self.ops
         self.decoder = FusedDecoder(model, self.shape.heads) if can_fuse(model) else ModuleDecoder(model)
         self.graphs = DecodeGraphs(self.shape.device, never_syncs=isinstance(self.decoder, FusedDecoder))
         self._prepacked_head: Callable[[Tensor], Tensor] | None = None
@@ -67,10 +70,10 @@ class Forward:
         chunk = LOGIT_ROWS if on_gpu else count
 
         def run() -> None:
-            hidden_BD = self.decoder.hidden(DecodeStep(rows, count, cache, longest, self.ops))
+            hidden_BD = self.decoder.hidden(DecodeStep(rows, count, cache, longest, self.decode_ops))
             for start in range(0, count, chunk):
                 at = slice(start, min(start + chunk, count))
-                self.ops.draw_and_advance(self._logits(hidden_BD[at]), rows.state_RC[at], rows.results_R4[at], sampling)
+                self.decode_ops.draw_and_advance(self._logits(hidden_BD[at]), rows.state_RC[at], rows.results_R4[at], sampling)
 
         self.graphs.run((count, longest, sampling.kind), run)
 
@@ -79,10 +82,12 @@ class Forward:
         """Logits of the next tokens, without sampling any."""
         self._set_eval_mode()
         longest = rounded_length(longest) if self.shape.device.type == "cuda" else longest
-        return self._logits(self.decoder.hidden(DecodeStep(rows, count, cache, longest, self.ops)))
+        return self._logits(self.decoder.hidden(DecodeStep(rows, count, cache, longest, self.decode_ops)))
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
-        return logits_of(hidden_BD, self.head) if self._prepacked_head is None else self._prepacked_head(hidden_BD).float()
+        if self._prepacked_head is not None:
+            return self._prepacked_head(hidden_BD).float()
+        return logits_of(hidden_BD, self.head) if hidden_BD.is_cuda else cpu_ops.logits(hidden_BD, self.head)
 
     def _set_eval_mode(self) -> None:
         if self.model.training:  # checked every time: the caller may train between two samples
@@ -94,8 +99,6 @@ def ops_for(device: torch.device) -> Any:
         from plaudit.rollout.native import kernels
 
         return kernels
-    from plaudit.rollout.native import torch_ops
-
     return torch_ops
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from plaudit.models.logprobs import TILE
 from plaudit.rollout.engine import Sampling
+from plaudit.rollout.native.cpu_library import library_for
 from plaudit.rollout.native.noise import gumbel
 
 
@@ -53,9 +54,15 @@ def is_truncated(sampling: Sampling, vocabulary: int) -> bool:
 
 def tile_sums(logits_BV: Tensor) -> Tensor:
     """log Σ exp of every tile, [B, tiles]; the last may be smaller."""
-    whole = logits_BV.shape[1] // TILE * TILE
+    B, V = logits_BV.shape
+    plain = logits_BV.dtype == torch.float32 and logits_BV.device.type == "cpu" and logits_BV.is_contiguous()
+    if plain and (library := library_for(torch.float32)) is not None:
+        sums_BT = logits_BV.new_empty(B, -(-V // TILE))
+        library.tile_sums(logits_BV.data_ptr(), sums_BT.data_ptr(), B, V, TILE, torch.get_num_threads())
+        return sums_BT
+    whole = V // TILE * TILE
     sums = [logits_BV[:, :whole].unflatten(1, (-1, TILE)).logsumexp(-1)] if whole else []
-    if whole < logits_BV.shape[1]:
+    if whole < V:
         sums.append(logits_BV[:, whole:].logsumexp(-1, keepdim=True))
     return torch.cat(sums, 1)
 

@@ -1,4 +1,4 @@
-"""The engine's operations in torch: used on a CPU, and the reference for the Triton kernels."""
+"""The engine's operations in torch: used on a CPU for prefill and without a C compiler; the reference for the kernels."""
 
 import torch
 from torch import Tensor

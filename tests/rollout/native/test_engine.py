@@ -30,10 +30,9 @@ from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.rollout.engine import Request, Sampling
-from plaudit.rollout.native import cpu_linear, forward
+from plaudit.rollout.native import cpu_linear, cpu_ops, forward
 from plaudit.rollout.native import engine as native
 from plaudit.rollout.native.cache import blocks_that_fit
-from plaudit.rollout.native.cpu_linear import prepacking_helps
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.rollout.native.graphs import DecodeGraphs
@@ -730,9 +729,13 @@ def test_without_a_tokenizer_samples_have_no_text(llama, layout):
 # Packed weights ------------------------------------------------------------------------------------------------------
 
 
-needs_packing = pytest.mark.skipif(
-    not prepacking_helps(torch.device("cpu"), torch.bfloat16), reason="this processor or build of torch cannot"
-)
+needs_packing = pytest.mark.skipif(not cpu_linear._prepacking_works(), reason="this processor or build of torch cannot")
+
+
+@pytest.fixture
+def _packs(monkeypatch):
+    """As on a processor with instructions for bf16: on others, our own kernel reads the weights as they are."""
+    monkeypatch.setattr(cpu_ops, "multiplies_bf16", lambda: True)
 
 
 def holds_packed_weights(engine: NativeEngine) -> bool:
@@ -740,6 +743,7 @@ def holds_packed_weights(engine: NativeEngine) -> bool:
     return engine.forward._prepacked_head is not None or any(product.prepacked is not None for product in products)
 
 
+@pytest.mark.usefixtures("_packs")
 def test_a_processor_that_cannot_prepack_samples_without(tiny_models, monkeypatch):
     """ARM, and x86 without AVX-512: oneDNN refuses when it is asked."""
     refusals = []
@@ -761,6 +765,7 @@ def test_a_processor_that_cannot_prepack_samples_without(tiny_models, monkeypatc
 
 
 @needs_packing
+@pytest.mark.usefixtures("_packs")
 def test_packed_weights_do_not_change_samples(tiny_models, monkeypatch):
     """Half-precision models on a CPU use packed weights after a few steps: bitwise the same samples, and freed afterwards."""
     model = load_plain(tiny_models["qwen2"], dtype="bfloat16").model  # its linear layers have biases
@@ -790,6 +795,7 @@ def test_packed_weights_do_not_change_samples(tiny_models, monkeypatch):
 
 
 @needs_packing
+@pytest.mark.usefixtures("_packs")
 def test_packed_weights_are_up_to_date(tiny_models, monkeypatch):
     """After an update, and after a call that was closed early."""
     policy = load(tiny_models["llama"], dtype="bfloat16")
