@@ -15,7 +15,7 @@ sent to engines as ever. Layers with dropout on adapters, with adapters of anoth
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,7 @@ class MergedProduct:
         with torch.inference_mode(False):
             owner.register_buffer(buffer, torch.empty_like(fuse_parameters([base.weight for base in bases])), persistent=False)
         self._merged: list[tuple[int, int]] | None = None
+        self.factors: Factors | None = None
 
     @property
     def disabled(self) -> bool:
@@ -84,6 +85,7 @@ class MergedProduct:
             merge_into(weight_OI[rows], base[rows], adapter.a_RI, adapter.b_OR, adapter.scale)
             at = rows.stop
         weight_OI[at:].copy_(base[at:])
+        self.factors = Factors.of(self.adapters, weight_OI)
         self._merged = self._state()
 
     def _state(self) -> list[tuple[int, int]]:
@@ -101,10 +103,32 @@ class MergedProduct:
         return _MergedProduct.apply(x_TI, self, *factors)  # pyright: ignore
 
 
+class Factors(NamedTuple):
+    """A and B of all adapters of a product, as the backward pass computes with them: in the weights' dtype, K the sum of their
+    ranks. An adapter has its own rows of A and its own block of B, which is 0 elsewhere; a few large products take less time than
+    many small ones."""
+
+    a_KI: Tensor
+    b_OK: Tensor
+    scales_K: Tensor
+    ranks: list[int]
+
+    @classmethod
+    def of(cls, adapters: Sequence[Adapter], like_OI: Tensor) -> Self:
+        ranks = [len(adapter.a_RI) for adapter in adapters]
+        b_OK, at = like_OI.new_zeros(len(like_OI), sum(ranks)), 0
+        for adapter, rank in zip(adapters, ranks, strict=True):
+            b_OK[adapter.rows, at : at + rank] = adapter.b_OR
+            at += rank
+        a_KI = torch.cat([adapter.a_RI for adapter in adapters]).to(like_OI.dtype)
+        scales = [adapter.scale for adapter, rank in zip(adapters, ranks, strict=True) for _ in range(rank)]
+        return cls(a_KI, b_OK, torch.tensor(scales, device=like_OI.device), ranks)
+
+
 class _MergedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, merged: MergedProduct, *factors: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TI, *factors)
+        ctx.save_for_backward(x_TI)
         ctx.merged = merged
         weight_OI, bias_O = merged.weight_OI, merged.bias_O
         if len(merged.base_layers) == 1 and uses_split_k(x_TI, weight_OI, bias_O):
@@ -116,23 +140,17 @@ class _MergedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor):  # pyright: ignore
-        x_TI, *factors = ctx.saved_tensors
+        [x_TI] = ctx.saved_tensors
         merged: MergedProduct = ctx.merged
+        assert merged.factors is not None
+        a_KI, b_OK, scales_K, ranks = merged.factors
         grad_x_TI = grad_TO @ merged.weight_OI if ctx.needs_input_grad[0] else None
-        a_KI = torch.cat([a.to(x_TI.dtype) for a in factors[::2]])  # K: the ranks of all adapters
-        ranks = [len(a) for a in factors[::2]]
-        in_a_TK = x_TI @ a_KI.T
-        in_b_TK = torch.empty_like(in_a_TK)
+        grad_b_OK = _in_fp32(grad_TO.T, x_TI @ a_KI.T).mul_(scales_K)
+        grad_a_KI = _in_fp32((grad_TO @ b_OK).T, x_TI).mul_(scales_K[:, None])
         grads: list[Tensor] = []
-        for adapter, b_OR, in_a_TR, in_b_TR in zip(
-            merged.adapters, factors[1::2], in_a_TK.split(ranks, 1), in_b_TK.split(ranks, 1), strict=True
-        ):
-            own_TO = grad_TO[:, adapter.rows]
-            in_b_TR.copy_(own_TO @ b_OR.to(x_TI.dtype))
-            grads.append(adapter.scale * _in_fp32(own_TO.T, in_a_TR))
-        grads_a = _in_fp32(in_b_TK.T, x_TI).split(ranks)
-        pairs = ((adapter.scale * a, b) for adapter, a, b in zip(merged.adapters, grads_a, grads, strict=True))
-        return grad_x_TI, None, *(grad for pair in pairs for grad in pair)
+        for adapter, a_RI, b_OR in zip(merged.adapters, grad_a_KI.split(ranks), grad_b_OK.split(ranks, 1), strict=True):
+            grads += a_RI, b_OR[adapter.rows]
+        return grad_x_TI, None, *grads
 
 
 def _in_fp32(x: Tensor, y: Tensor) -> Tensor:
