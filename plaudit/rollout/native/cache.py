@@ -101,7 +101,7 @@ class KVCache:
 
     def set_block_tables(self, rows: Sequence[int], tables: np.ndarray) -> None:
         device = self.shape.device
-        self.block_tables.index_copy_(0, to_device(np.array(rows), device), to_device(tables, device, torch.int32))
+        self.block_tables.index_copy_(0, to_device(np.array(rows, dtype=np.int64), device), to_device(tables, device, torch.int32))
 
 
 def blocks_that_fit(wanted: int, min_blocks: int, block_bytes: int, free: int) -> int:

@@ -24,6 +24,7 @@ from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.errors import PlauditError, RecipeError
 from plaudit.models import fused
 from plaudit.models.attention import NAME, attend_packed, packed_attention
+from plaudit.models.heads import Heads
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.residual import has_fp32_residual, keep_residual_fp32
 from plaudit.models.trainable import TrainableModel, load_policy
@@ -32,7 +33,7 @@ from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native import cpu_linear, cpu_ops, forward
 from plaudit.rollout.native import engine as native
-from plaudit.rollout.native.cache import blocks_that_fit
+from plaudit.rollout.native.cache import CacheShape, KVCache, blocks_that_fit
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.rollout.native.graphs import DecodeGraphs
@@ -586,6 +587,14 @@ def test_preempted_sequences_resume(policies, monkeypatch, kind, rows, budget):
     assert all(np.array_equal(a.sampler_logprobs, b.sampler_logprobs) for a, (_, b) in zip(again, drawn, strict=True))
     list(engine.generate(requests[:1], sampling))
     assert engine.preempted == 0, "counted for the last call only"
+
+
+def test_all_sequences_whose_tables_have_changed_may_have_ended():
+    """They got blocks, others did not, and the steps in flight ended both."""
+    cache = KVCache(CacheShape(1, Heads(1, 1, 8), torch.float32, torch.device("cpu")), 2, 3, block_tokens=4)
+    cache.set_block_tables([1], np.array([[1, 2, 0]]))
+    cache.set_block_tables([], np.zeros((0, 3)))
+    assert cache.block_tables.tolist() == [[0, 0, 0], [1, 2, 0]]
 
 
 def blocks_held(engine: NativeEngine, requests: Sequence[Request], sampling: Sampling) -> int:
