@@ -22,7 +22,8 @@ T = TypeVar("T")
 FEWEST_SHARED = 8
 """Tokens that two examples must have in common: to share fewer costs more than it saves."""
 KEYS_PER_TOKEN = 8
-"""At most, of a batch's budget: keys of shared tokens are copied for every sequence, layer by layer."""
+"""Keys that a batch has at most for each token of its budget: those of shared tokens are copied for every sequence, layer by layer,
+and take memory that no memory plan counts."""
 
 Batches = Callable[[Sequence[list[int]]], Iterable[list[int]]]
 """Yields batches of indices unchanged, and reports progress meanwhile."""
@@ -81,7 +82,7 @@ def split_examples(examples: Sequence[Example], budget: int, processes: int = 1,
     if not share:
         return split_by_tokens([len(example) for example in examples], budget, processes)
     units = _divide_longest(_sharing_units(examples, budget), processes)
-    costs = [_own_tokens([examples[i] for i in unit]) for unit in units]
+    costs = [_cost([examples[i] for i in unit]) for unit in units]
     return [[i for number in part for i in units[number]] for part in split_by_tokens(costs, budget, processes)]
 
 
@@ -108,6 +109,11 @@ def _divide_longest(units: list[list[int]], processes: int) -> list[list[int]]:
         half = len(units[at]) // 2
         units[at : at + 1] = [units[at][:half], units[at][half:]]
     return units
+
+
+def _cost(examples: Sequence[Example]) -> int:
+    """Share of a budget, in tokens: where most tokens are shared, their keys are what fills it."""
+    return max(_own_tokens(examples), -(-sum(map(len, examples)) // KEYS_PER_TOKEN))
 
 
 def _own_tokens(examples: Sequence[Example]) -> int:

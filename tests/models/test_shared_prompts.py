@@ -146,6 +146,16 @@ def test_samples_of_a_prompt_stay_together():
     assert all(part[0] % 4 == 0 and part[4] % 4 == 0 and part[3] - part[0] == 3 for part in parts)
 
 
+def test_keys_of_large_groups_stay_within_their_limit():
+    """They are many where prompts are long and responses short: each sample has those of the whole prompt."""
+    random = np.random.RandomState(0)
+    examples = [example for _ in range(8) for example in group(random, 100, [1] * 24)]
+    parts = split_examples(examples, 400, share=True)
+    keys = [sum(len(examples[i]) for i in part) for part in parts]
+    assert max(keys) <= KEYS_PER_TOKEN * 400
+    assert [len(part) for part in parts] == [24] * 8, "124 tokens and 2,424 keys each: of the latter, no two fit"
+
+
 def test_pairs_count_their_common_tokens_once():
     random = np.random.RandomState(0)
     pairs = [Pair(*group(random, 80, [10, 10])) for _ in range(4)]
