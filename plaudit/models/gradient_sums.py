@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 ATTRIBUTE = "gradient_sums"
-"""Of a parameter: the `GradientSums` that has its sum."""
+"""Of a parameter: the `GradientSums` that has its sum; the last one, if it has been trained before."""
 
 
 class GradientSums:
@@ -44,7 +44,7 @@ class GradientSums:
 
     def _move_gradient(self, parameter: Tensor) -> None:
         """As soon as it is computed."""
-        if parameter.grad is None:  # added by its product
+        if parameter.grad is None or getattr(parameter, ATTRIBUTE) is not self:  # added by its product; or the sum is another's
             return
         name = self._names[id(parameter)]
         if name in self.by_name:

@@ -93,25 +93,11 @@ class Trainer:
         Processes that train together are all given the same micro-batches, and return the same metrics."""
         began = time.perf_counter()
         self.trained.model.train()
-        total = torch.zeros((), device=self.trained.device)
-        sums: dict[str, Tensor] = {}
-        own = self.world.share(len(micro_batches))
-        repeats = self.world.repeats(len(micro_batches)) if self.sharding == "full" else []
-        for number, i in enumerate([*own, *repeats]):
-            self.world.heartbeat.beat()
-            # Keyed by the micro-batch, so that dropout is the same after a resume and on any number of processes.
-            _seed_generators(stable_seed("step", self.seed, self.updates, i), self.trained.device)
-            share, metric_shares = run_in_pass(self.trained.model, loss, micro_batches[i])
-            if number == len(own) + len(repeats) - 1:
-                self.optimiser.gradients.begin_last_pass()
-            counts = number < len(own)  # a repeat is counted elsewhere
-            with self.world.waiting(PASS) if self.sharding == "full" else nullcontext():
-                (share if counts else 0.0 * share).backward()
-            if not counts:
-                continue
-            total += share.detach()
-            for name, value in metric_shares.items():
-                sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+        try:
+            total, sums = self._run_passes(micro_batches, loss)
+        except BaseException:
+            self.optimiser.gradients.clear()  # those of some micro-batches: not a part of the next update
+            raise
         self.optimiser.gradients.finish()
         norm = self.optimiser.clip()
         metrics = self.world.sum_metrics({"loss": total.item(), **{name: value.item() for name, value in sums.items()}})
@@ -139,6 +125,29 @@ class Trainer:
             "skipped_steps": float(self.skipped_steps),
             "time/update_s": time.perf_counter() - began,
         }
+
+    def _run_passes(self, micro_batches: Sequence[Batch], loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+        """Forward and backward passes over this process's micro-batches; returns its share of the loss and of the metrics."""
+        total = torch.zeros((), device=self.trained.device)
+        sums: dict[str, Tensor] = {}
+        own = self.world.share(len(micro_batches))
+        repeats = self.world.repeats(len(micro_batches)) if self.sharding == "full" else []
+        for number, i in enumerate([*own, *repeats]):
+            self.world.heartbeat.beat()
+            # Keyed by the micro-batch, so that dropout is the same after a resume and on any number of processes.
+            _seed_generators(stable_seed("step", self.seed, self.updates, i), self.trained.device)
+            share, metric_shares = run_in_pass(self.trained.model, loss, micro_batches[i])
+            if number == len(own) + len(repeats) - 1:
+                self.optimiser.gradients.begin_last_pass()
+            counts = number < len(own)  # a repeat is counted elsewhere
+            with self.world.waiting(PASS) if self.sharding == "full" else nullcontext():
+                (share if counts else 0.0 * share).backward()
+            if not counts:
+                continue
+            total += share.detach()
+            for name, value in metric_shares.items():
+                sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+        return total, sums
 
     # Checkpoints (a `Saveable`)
 

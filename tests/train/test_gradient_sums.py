@@ -39,6 +39,15 @@ def test_weights_that_have_got_gradients_in_another_way_have_no_sum_of_their_pro
     assert sum_of_product([torch.ones(2)]) is None
 
 
+def test_gradients_belong_to_the_last_of_several_trainers():
+    weight, bias = nn.Parameter(torch.ones(3, 2).bfloat16()), nn.Parameter(torch.ones(2).bfloat16())
+    before, now = (LocalGradients({"weight": weight, "bias": bias}) for _ in range(2))
+    logprobs = token_logprobs(torch.randn(4, 2).bfloat16() + bias, weight, torch.tensor([0, 1, 2, 0])).logprobs_N
+    logprobs.sum().backward()
+    assert not before.sums()
+    assert now.sums().keys() == {"weight", "bias"}
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_adds_its_gradient_in_fp32(tied):
     """Over chunks and micro-batches; also where the embeddings, whose gradient autograd adds, are the same weight."""

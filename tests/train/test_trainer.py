@@ -286,6 +286,27 @@ def test_a_skipped_step_does_not_affect_the_next_one(tiny_model):
     assert_same_bits(*states)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_interrupted_update_does_not_affect_the_next_one(tiny_model, dtype):
+    interrupted, other = load(tiny_model, dtype=dtype), load(tiny_model, dtype=dtype)
+    trainers = make_trainer(interrupted), make_trainer(other)
+    batches = micro_batches(rows_of(other), budget=60)
+    assert len(batches) > 1
+    whole, seen = nll_of(interrupted, batches), []
+
+    def raises_at_the_second(batch: Batch) -> Tensor:
+        seen.append(batch)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return whole(batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        trainers[0].update(batches, raises_at_the_second)
+    for trainer, policy in zip(trainers, (interrupted, other), strict=True):
+        trainer.update(batches, nll_of(policy, batches))
+    assert_same_bits(snapshot(trainers[0]), snapshot(trainers[1]))
+
+
 def test_too_many_skipped_steps_stop_the_run(tiny_model):
     policy = load(tiny_model)
     trainer, batches = make_trainer(policy, max_skipped_steps=2), [pack(rows_of(policy))]
