@@ -10,7 +10,7 @@
                   with fused layers, or with Liger        T · L · b · (7 h + 2 q + 2 k + 3 f), q queries; with head norms q + 2 k
                                                           more
                   with n layers checkpointed              T · 4 n · h + max(L − n, 1) layers' share, the residual stream being fp32
-    logits        the chunk that models/logprobs.py computes at a time, three times in fp32, and the head's gradient
+    logits        the chunk that models/logprobs.py computes at a time, twice in fp32, and the head's gradient
                   The gradients of an update that is one micro-batch appear as its activations go: the larger of the two counts.
     sampling      12 S · V + T · b · (6 h + 2 k + 3 f)    S sequences at a time, V words, T tokens of a pass over prompts;
                                                           with LoRA in bf16, T · 12 f more

@@ -330,7 +330,7 @@ H200, A100 = 149.3e9, 80e9
 
 
 def test_lora_on_seven_billion_parameters_by_hand(seven_billion, rows_file, tmp_path):
-    """What bench/README.md compares with an H200: 113.8 GB for micro-batches of 16,384 tokens, nothing checkpointed."""
+    """Micro-batches of 16,384 tokens, nothing checkpointed."""
 
     def resolve(memory: float, tokens: int = 16_384, **lora: Any) -> tuple[Any, dict[str, float]]:
         """What `auto` decides, and what the policy then takes."""
@@ -355,9 +355,9 @@ def test_lora_on_seven_billion_parameters_by_hand(seven_billion, rows_file, tmp_
         "policy: weights": 2 * parameters + 4 * adapters,
         "policy: weights merged with LoRA": 2 * 28 * of_layer,
         "policy: moments, masters": 8 * adapters,
-        "policy: activations, logits, gradients": 28 * layer + 3 * 4 * 2**27 + 4 * adapters,
+        "policy: activations, logits, gradients": 28 * layer + 2 * 4 * 2**28 + 4 * adapters,
     }
-    assert sum(needs.values()) == pytest.approx(113.8e9, abs=0.05e9)
+    assert sum(needs.values()) == pytest.approx(114.35e9, abs=0.05e9)
 
     # Each of the layers that are checkpointed keeps its input alone, until 90 % of the memory are enough.
     saved, most = layer - 16_384 * 4 * 3584, 0.9 * A100
