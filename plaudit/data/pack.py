@@ -21,7 +21,7 @@ from plaudit.types import Batch, Example, Pair, PairTargets, SharedPrompts
 T = TypeVar("T")
 FEWEST_SHARED = 8
 """Tokens that two examples must have in common: to share fewer costs more than it saves."""
-KEYS_PER_TOKEN = 8
+KEYS_PER_TOKEN = 4
 """Keys that a batch has at most for each token of its budget: those of shared tokens are copied for every sequence, layer by layer,
 and take memory that no memory plan counts."""
 
@@ -81,7 +81,9 @@ def split_examples(examples: Sequence[Example], budget: int, processes: int = 1,
     allows, and its tokens count once."""
     if not share:
         return split_by_tokens([len(example) for example in examples], budget, processes)
-    units = _divide_longest(_sharing_units(examples, budget), processes)
+    # Small enough that processes can be given about as many tokens each.
+    unit_budget = budget if processes == 1 else min(budget, max(1, _cost(examples) // (2 * processes)))
+    units = _divide_longest(_sharing_units(examples, unit_budget), processes)
     costs = [_cost([examples[i] for i in unit]) for unit in units]
     return [[i for number in part for i in units[number]] for part in split_by_tokens(costs, budget, processes)]
 

@@ -176,7 +176,9 @@ class _Product(torch.autograd.Function):
                 add_product(sum_ED, grad_TE, x_TD)
         if biases and any(needed[2 + ctx.count :]):
             # A product, which is three times as fast as a sum over the rows.
-            grads[ctx.count :] = (_ones(len(grad_TE), grad_TE.dtype, grad_TE.device) @ grad_TE)[0].split(lengths)
+            ones = _ones(len(grad_TE), grad_TE.dtype, grad_TE.device)
+            more = {"out_dtype": torch.float32} if grad_TE.is_cuda and grad_TE.element_size() == 2 else {}
+            grads[ctx.count :] = torch.mm(ones, grad_TE, **more)[0].to(grad_TE.dtype).split(lengths)
         return grad_x_TD, None, *grads
 
 

@@ -161,3 +161,14 @@ def test_pairs_count_their_common_tokens_once():
     pairs = [Pair(*group(random, 80, [10, 10])) for _ in range(4)]
     assert [len(part) for part in split_pairs(pairs, 200, share=True)] == [2, 2]
     assert [len(part) for part in split_pairs(pairs, 200)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("prompts", [8, 9, 12, 30])
+def test_processes_get_about_as_many_tokens(prompts):
+    """Even where there are hardly more prompts than processes."""
+    random = np.random.RandomState(prompts)
+    examples = [example for _ in range(prompts) for example in group(random, 20, list(random.randint(30, 90, 8)))]
+    parts = split_examples(examples, 10_000, 8, share=True)
+    tokens = [pack([examples[i] for i in part], share=True).num_tokens for part in parts]
+    by_process = [sum(tokens[rank::8]) for rank in range(8)]
+    assert max(by_process) <= 1.2 * sum(by_process) / 8

@@ -119,6 +119,7 @@ class ScoringStep:
     """Full sequences, packed, without a cache: what training computes, without gradients."""
 
     def __init__(self, batch: Batch, ops: Any):
+        assert batch.shared is None, "sequences that are scored have all their tokens"
         self.batch, self.ops = batch, ops
         self.tokens_T, self.positions_T = batch.tokens_T, batch.positions_T
 
