@@ -679,7 +679,7 @@ def test_memory_plan_matches_a_manual_count(tiny_model, settings, device, weight
     plan = plan_for(1000)
     assert (plan.parameters, plan.trainable) == (PARAMETERS, ADAPTERS if "lora" in settings else PARAMETERS)
     assert (plan.weights, plan.gradients + plan.state) == (weights, training)
-    assert plan.logits == 12 * CHUNK_LOGITS[device] + (0 if "lora" in settings else 4 * 320 * 64)
+    assert plan.logits == 8 * CHUNK_LOGITS[device] + (0 if "lora" in settings else 4 * 320 * 64)
     assert plan.total == weights + training + plan.activations + plan.logits
     assert plan_for(1000, one=True).total == plan.total - min(plan.gradients, plan.activations + plan.logits)
     assert plan_for(3000).activations == 3 * plan.activations

@@ -177,8 +177,9 @@ class _Product(torch.autograd.Function):
         if biases and any(needed[2 + ctx.count :]):
             # A product, which is three times as fast as a sum over the rows.
             ones = _ones(len(grad_TE), grad_TE.dtype, grad_TE.device)
-            more = {"out_dtype": torch.float32} if grad_TE.is_cuda and grad_TE.element_size() == 2 else {}
-            grads[ctx.count :] = torch.mm(ones, grad_TE, **more)[0].to(grad_TE.dtype).split(lengths)
+            in_half = grad_TE.is_cuda and grad_TE.element_size() == 2
+            sums_1E = torch.mm(ones, grad_TE, out_dtype=torch.float32) if in_half else ones @ grad_TE
+            grads[ctx.count :] = sums_1E[0].to(grad_TE.dtype).split(lengths)
         return grad_x_TD, None, *grads
 
 

@@ -153,7 +153,7 @@ def test_keys_of_large_groups_stay_within_their_limit():
     parts = split_examples(examples, 400, share=True)
     keys = [sum(len(examples[i]) for i in part) for part in parts]
     assert max(keys) <= KEYS_PER_TOKEN * 400
-    assert [len(part) for part in parts] == [24] * 8, "124 tokens and 2,424 keys each: of the latter, no two fit"
+    assert max(map(len, parts)) == 15, "101 keys each, of which 1,600 fit, though only 124 tokens of 400 are there"
 
 
 def test_pairs_count_their_common_tokens_once():
