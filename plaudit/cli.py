@@ -336,10 +336,11 @@ def doctor(
     ] = None,
 ) -> None:
     """Check a recipe before any training: files, schema, chat template, lengths, memory."""
-    from plaudit.doctor.page import require_folder, write_page
+    from plaudit.doctor.page import write_page
+    from plaudit.report.pages import require_folder
 
     if html is not None:
-        require_folder(html)
+        require_folder("--html", html)
     loaded, sources = load_checked(recipe, overrides, None)
 
     from plaudit.rewards.judges.model_rewards import find_model_rewards

@@ -11,6 +11,7 @@ from rich.text import Text
 from plaudit.config import LoadedRecipe
 from plaudit.errors import PlauditError
 from plaudit.redaction import redact
+from plaudit.report.safe_text import safe_text
 from plaudit.wrapping import wrap
 
 Finding = tuple[str, str]
@@ -18,6 +19,7 @@ Finding = tuple[str, str]
 MAX_SHOWN_CHARS = 3000
 """Characters shown of a prompt or a row."""
 COLOURS = {"✓": "green", "!": "yellow", "✗": "red"}
+MARKED = "black on green"
 
 
 class Excerpt(NamedTuple):
@@ -55,17 +57,17 @@ class Checks:
         print_finding(self.console, mark, name, line)
 
     def show(self, excerpts: Iterable[Excerpt]) -> None:
-        for excerpt in map(_elide, excerpts):
+        for excerpt in map(_elide, map(_redacted, excerpts)):
             self.excerpts.append(excerpt)
             print_excerpt(self.console, excerpt)
 
 
 def print_title(console: Console, loaded: LoadedRecipe) -> None:
-    console.print(f"[bold]{escape(str(loaded.path))}[/] for plaudit {loaded.recipe.stage}")
+    console.print(f"[bold]{escape(safe_text(str(loaded.path)))}[/] for plaudit {loaded.recipe.stage}")
 
 
 def print_finding(console: Console, mark: str, name: str, line: str) -> None:
-    start = f"  {mark} {name:<9}"
+    start, line = f"  {mark} {name:<9}", safe_text(line)
     if console.is_terminal:
         line = wrap(start + line, console.width, indent=len(start))[len(start) :]
     console.print(Text.assemble((f"  {mark} ", COLOURS[mark]), (f"{name:<9}", "bold"), line), soft_wrap=True)
@@ -74,11 +76,11 @@ def print_finding(console: Console, mark: str, name: str, line: str) -> None:
 def print_excerpt(console: Console, excerpt: Excerpt) -> None:
     """Spans are green, or in brackets where there are no colours (in a file)."""
     title, text, marked = excerpt
+    pieces = [(safe_text(piece), is_marked) for piece, is_marked in split_marked(text)]
     if marked and not (console.is_terminal and not console.no_color):
-        pieces = (f"⟦{piece}⟧" if is_marked else piece for piece, is_marked in split_marked(text))
-        text, how = Text("".join(pieces)), "in ⟦ ⟧"
+        text, how = Text("".join(f"⟦{piece}⟧" if is_marked else piece for piece, is_marked in pieces)), "in ⟦ ⟧"
     else:
-        how = "green"
+        text, how = Text.assemble(*((piece, MARKED if is_marked else "") for piece, is_marked in pieces)), "green"
     console.print(f"\n{title}{f'; {marked} are {how}' if marked else ''}:", style="bold", markup=False, soft_wrap=True)
     console.print(text, soft_wrap=True)
 
@@ -86,7 +88,7 @@ def print_excerpt(console: Console, excerpt: Excerpt) -> None:
 def mark_spans(text: str, spans: Iterable[tuple[int, int]]) -> Text:
     marked = Text(text)
     for start, end in spans:
-        marked.stylize("black on green", start, end)
+        marked.stylize(MARKED, start, end)
     return marked
 
 
@@ -97,6 +99,12 @@ def split_marked(text: Text) -> Iterator[tuple[str, bool]]:
         marked[start:end] = b"\1" * (min(end, len(text)) - start)
     for is_marked, piece in groupby(zip(text.plain, marked, strict=True), key=lambda pair: pair[1]):
         yield "".join(character for character, _ in piece), bool(is_marked)
+
+
+def _redacted(excerpt: Excerpt) -> Excerpt:
+    """A text with a secret has no marks: it would have to be found across them."""
+    text = redact(excerpt.text.plain)
+    return excerpt if text == excerpt.text.plain else excerpt._replace(text=Text(text))
 
 
 def _elide(excerpt: Excerpt) -> Excerpt:

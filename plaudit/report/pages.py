@@ -9,6 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from plaudit.errors import PlauditError
+
 FOLDER = Path(__file__).parent / "page"
 # In the order of their imports, so that they can be joined into one.
 VIEWER = ("dom.js", "data.js", "charts.js", "runs.js", "step.js", "sample.js", "diagnostics.js", "search.js", "app.js")
@@ -22,6 +24,14 @@ EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 def read_asset(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def require_folder(option: str, file: Path) -> None:
+    """Before the work, so that an error costs nothing."""
+    if not file.parent.is_dir():
+        raise PlauditError(f"{option}: there is no folder {file.parent}; create it, or name a file in one that exists")
+    if file.is_dir():
+        raise PlauditError(f"{option}: {file} is a folder; name a file in it, such as {file / 'page.html'}")
 
 
 def draw_file(title: str, modules: Sequence[str], data: Any) -> str:

@@ -28,9 +28,12 @@ def view(
 
     Follows a run that is still training. Nothing is written to the run. See docs/view.md.
     """
+    from plaudit.report.pages import require_folder
     from plaudit.viewing.sources import open_source
     from plaudit.viewing.viewer import Viewer
 
+    if out is not None:
+        require_folder("--out", out)
     viewer = Viewer([open_source(path) for path in paths])
     if out is not None:
         from plaudit.viewing.export import write_page

@@ -122,7 +122,7 @@ class RunSource(Source):
                     return opened.read(names)
                 return _read_rows(opened, names, rows)
         except (pa.ArrowException, OSError) as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200].rstrip(".")
             raise NotThere(f"{file} cannot be read: {reason}. Other steps are not affected.") from None
 
 

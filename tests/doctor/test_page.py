@@ -92,7 +92,8 @@ def test_rows_cannot_leave_the_data_and_keys_do_not_reach_it(plaudit, tmp_path, 
     rows[0]["messages"][0]["content"] = f"{HOSTILE} a-very-secret-value-123 \u202e"
     file = write_jsonl(tmp_path / "rows.jsonl", rows)
     recipe = write_recipe(tmp_path / "<script>.yaml", sft_recipe(tiny_model, file, tmp_path / "run"))
-    plaudit("doctor", recipe, "--html", tmp_path / "doctor.html")
+    _, out, _ = plaudit("doctor", recipe, "--html", tmp_path / "doctor.html")
+    assert "a-very-secret-value-123" not in out
     text = (tmp_path / "doctor.html").read_text()
     assert len(re.findall("<script", text)) == 2  # the data and the program
     assert "a-very-secret-value-123" not in text
@@ -108,6 +109,18 @@ def test_a_page_that_cannot_be_written_costs_nothing(plaudit, rl, tmp_path):
     code, out, err = plaudit("doctor", rl, "--html", tmp_path)
     assert (code, out) == (2, "")
     assert "is a folder; name a file in it" in " ".join(err.split())
+
+
+def test_a_row_cannot_write_to_the_terminal_but_as_text(plaudit, tmp_path, tiny_model):
+    rows = arithmetic_rows()
+    rows[0]["messages"][0]["content"] = "\x1b[2J \u202e"
+    recipe = write_recipe(
+        tmp_path / "sft.yaml", sft_recipe(tiny_model, write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "run")
+    )
+    _, out, _ = plaudit("doctor", recipe)
+    assert "\\x1b[2J \\u202e" in out
+    assert not {"\x1b", "\u202e"} & set(out)
+    assert f"⟦{rows[0]['messages'][-1]['content']}" in out  # the marks are where they were
 
 
 @pytest.mark.parametrize(

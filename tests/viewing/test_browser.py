@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from plaudit.rewards.client import GIVEN_UP
 from support.made_runs import make_run, scored_group
 from support.pages import HOSTILE, chromium, least_contrast, watched_page
 
@@ -195,6 +196,8 @@ def test_search_and_its_filters(page, address):
     page.goto(f"{address}/#/search/made?failure=timeout&step=2")
     page.locator("a.hit").first.wait_for()
     assert page.locator("a.hit").count() == 1
+    causes = page.get_by_label("show").locator("option").evaluate_all("(all) => all.map((one) => one.value)")
+    assert {"timeout", "unparsable", GIVEN_UP} <= set(causes)
     page.goto(f"{address}/#/search/made?text=step+[34]&is_regex=true")
     page.locator("a.hit").nth(1).wait_for()
     assert page.locator("a.hit").count() == 2

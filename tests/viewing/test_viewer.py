@@ -400,7 +400,7 @@ def test_a_damaged_parquet_file_affects_no_other_step(run):
     file = run / "samples/train_000001.parquet"
     file.write_bytes(file.read_bytes()[:-50])
     viewer = Viewer([open_source(run)])
-    with pytest.raises(NotThere, match=r"train_000001.parquet cannot be read: .* Other steps are not affected"):
+    with pytest.raises(NotThere, match=r"train_000001.parquet cannot be read: .*[^.]\. Other steps are not affected\.$"):
         viewer.step(0, "train", 1)
     assert viewer.step(0, "train", 2)["groups"]
     for _ in range(2):  # once it is known, it is not forgotten
@@ -451,3 +451,12 @@ def test_nothing_is_written_to_a_run(run):
     viewer.runs(), viewer.metrics(0), viewer.diagnostics(1), viewer.step(0, "train", 1), viewer.same_prompt(0, "p1")
     search(viewer.source(0), Query("2"))
     assert files_of(run) == before
+
+
+def test_a_file_that_cannot_be_written_is_one_line(plaudit, run, tmp_path):
+    code, out, err = plaudit("view", run, "--out", tmp_path / "nowhere" / "a.html")
+    assert (code, out) == (2, "")
+    assert err.strip() == f"--out: there is no folder {tmp_path / 'nowhere'}; create it, or name a file in one that exists"
+    code, out, err = plaudit("view", run, "--out", tmp_path)
+    assert (code, out) == (2, "")
+    assert "is a folder; name a file in it" in " ".join(err.split())

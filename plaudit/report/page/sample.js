@@ -69,7 +69,7 @@ function scoredPart(run, sample) {
     return h("div", { class: "card", style: { margin: ".6rem 0" } },
       h("div", { class: "row spread" }, h("h3", {}, name, kinds[name] && kinds[name] !== name ? h("span", { class: "dim" }, ` (${kinds[name]})`) : null), h("b", { class: "num" }, failure ? h("span", { class: "bad" }, "failed") : number(value))),
       failure ? h("p", { class: "notice error text" }, visible(failure)) : null,
-      view === null ? h("p", { class: "dim" }, value === undefined && !failure ? "It does not apply to this sample." : "The scored string was not recorded.") : same ? h("p", { class: "dim" }, "It scored the response exactly as it stands above.") : [h("p", { class: "dim" }, "It scored exactly this string:"), view ? longText(view, "text box") : h("p", { class: "text box dim" }, "(an empty string)")],
+      view === null ? h("p", { class: "dim" }, value === undefined && !failure ? "It does not apply to this sample." : "The scored string was not recorded.") : same ? h("p", { class: "dim" }, failure ? "It was to score the response exactly as it stands above." : "It scored the response exactly as it stands above.") : [h("p", { class: "dim" }, failure ? "It was to score exactly this string:" : "It scored exactly this string:"), view ? longText(view, "text box") : h("p", { class: "text box dim" }, "(an empty string)")],
       subparts(sample, name),
       trace ? traceOf(trace) : null);
   }));

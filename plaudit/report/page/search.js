@@ -19,7 +19,7 @@ export async function searchPage(ctx, [name], query) {
     h("div", { class: "row" },
       h("label", {}, "in ", field("split", { options: true }, [["train", "training"], ["val", "validation"]].map(option("split")))),
       h("label", {}, "reward from ", field("least", { type: "number", step: "any" })), h("label", {}, "to ", field("greatest", { type: "number", step: "any" })),
-      h("label", {}, "show ", field("failure", { options: true }, [["", "all samples"], ["any", "a reward failed"], ["malformed", "malformed"], ["truncated", "truncated"], ["timeout", "failed: timeout"], ["exception", "failed: exception"], ["unreadable", "failed: unreadable"]].map(option("failure")))),
+      h("label", {}, "show ", field("failure", { options: true }, [["", "all samples"], ["any", "a reward failed"], ["malformed", "malformed"], ["truncated", "truncated"], ["timeout", "failed: timeout"], ["exception", "failed: exception"], ["unparsable", "failed: unparsable"], ["given_up", "failed: given up"]].map(option("failure")))),
       h("label", {}, "data source ", field("data_source", { type: "text", size: 14 })), h("label", {}, "step ", field("step", { type: "number", min: 0 }))));
   let next = {}, total = 0, searched = 0, unreadable = 0;
   const search = async () => {
