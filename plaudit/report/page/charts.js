@@ -5,6 +5,8 @@ import { h, s, number, seriesColour } from "./dom.js";
 const W = 460, H = 190, LEFT = 54, RIGHT = 10, TOP = 8, BOTTOM = 22;
 
 // A moving average that forgets: s = share · s + (1 − share) · y, corrected for its start.
+const FEWEST_SMOOTHED = 20; // points: the smoothed curve of fewer lags far behind them
+
 export function smooth(ys, share) {
   if (!share) return ys;
   let sum = 0, weight = 0;
@@ -33,9 +35,10 @@ function logTicks(low, high) {
 // series: [{name, x, y, colour, dashed, points, faint}]; onPick(series, x) is called with a click.
 export function lineChart({ title, note, series, log = false, share = 0, xLabel = "step", formatX = number, onPick, bounds, legend = series.length > 1 }) {
   const drawn = series.map((one) => {
-    const ys = smooth(one.y, one.points ? 0 : share);
+    const smoothed = share > 0 && !one.points && one.y.length >= FEWEST_SMOOTHED;
+    const ys = smooth(one.y, smoothed ? share : 0);
     const points = one.x.map((x, i) => [x, ys[i], one.y[i]]).filter(([, y]) => y !== null && (!log || y > 0));
-    return { ...one, points: one.points, at: points };
+    return { ...one, smoothed, at: points };
   }).filter((one) => one.at.length);
   const box = h("div", { class: "card chart" }, h("h3", {}, title));
   if (!drawn.length) {
@@ -59,7 +62,7 @@ export function lineChart({ title, note, series, log = false, share = 0, xLabel 
   for (const x of ticks(x0, x1, 6).filter((x) => xLabel !== "step" || Number.isInteger(x))) svg.append(s("text", { x: toX(x), y: H - 6, "text-anchor": "middle" }, formatX(x)));
   for (const one of drawn) {
     const path = one.at.map(([x, y], i) => `${i ? "L" : "M"}${toX(x).toFixed(1)} ${toY(y).toFixed(1)}`).join("");
-    if (share && !one.points) {
+    if (one.smoothed) {
       const raw = one.at.filter(([, , y]) => !log || y > 0).map(([x, , y], i) => `${i ? "L" : "M"}${toX(x).toFixed(1)} ${Math.min(H - BOTTOM, Math.max(TOP, toY(y))).toFixed(1)}`).join("");
       svg.append(s("path", { d: raw, fill: "none", stroke: one.colour, "stroke-width": 1, opacity: 0.22 }));
     }

@@ -103,7 +103,7 @@ export function scaleOf(data) {
 }
 
 function squares(data, { name, values, low, high }) {
-  if (!values.length) return "A square is a sample. No rewards were recorded.";
+  if (!values.length) return data.summary.failed ? "A square is a sample. None has a reward: rewards failed." : "A square is a sample. No rewards were recorded.";
   const marks = [data.summary.failed === null ? "" : " Striped: a reward failed, so it has none.", data.summary.malformed === null && data.summary.truncated === null ? "" : " A dot: malformed or truncated."];
   return [`A square is a sample; its colour is its ${name}`, h("span", { class: "nowrap" }, ` (${number(low, 3)}`, h("i", { class: "scale" }), `${number(high, 3)}).`), ...marks, data.summary.reward === null ? " The total reward was not recorded." : " A group in which all rewards are equal has no signal: it does not move the policy."];
 }
@@ -114,7 +114,7 @@ function tiles(data) {
   const tile = (value, text, title) => h("div", { class: "tile", title }, h("b", {}, value), h("span", {}, text));
   const share = (value, text, title) => (value === null ? tile("–", `${text}: not recorded`, "whatever saved these samples did not record it") : tile(percent(value), text, title));
   return h("div", { class: "tiles" },
-    of.reward === null ? tile("–", "mean reward: not recorded") : tile(number(of.reward), "mean reward"), of.reward === null ? null : tile(number(of.reward_std), "standard deviation"),
+    of.reward === null ? tile("–", of.failed ? "mean reward: none, rewards failed" : "mean reward: not recorded") : tile(number(of.reward), "mean reward"), of.reward === null ? null : tile(number(of.reward_std), "standard deviation"),
     tile(number(of.length, 3), `mean length, ${data.unit}`),
     signal === null ? null : tile(percent(signal), "groups without signal", "all samples of the group have the same reward"),
     share(of.malformed, "malformed", "the policy's fault: no answer to be found, broken thoughts"),
