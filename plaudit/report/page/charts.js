@@ -4,9 +4,9 @@ import { h, s, number, seriesColour } from "./dom.js";
 
 const W = 460, H = 190, LEFT = 54, RIGHT = 10, TOP = 8, BOTTOM = 22;
 
-// A moving average that forgets: s = share · s + (1 − share) · y, corrected for its start.
 const FEWEST_SMOOTHED = 20; // points: the smoothed curve of fewer lags far behind them
 
+// A moving average that forgets: s = share · s + (1 − share) · y, corrected for its start.
 export function smooth(ys, share) {
   if (!share) return ys;
   let sum = 0, weight = 0;
