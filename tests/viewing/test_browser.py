@@ -354,6 +354,7 @@ def test_no_page_is_wider_than_the_window(page, address, width):
         "#/diagnostics/made",
         "#/search/made?text=the",
     ):
+        page.goto("about:blank")  # or the page before it would still be there
         page.goto(f"{address}/{route}")
         wait_for_title(page, "")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, route
