@@ -173,7 +173,7 @@ def as_setting(text: str) -> tuple[str, object]:
 
 
 def run_job(job_file: str, measure: Callable[[dict, "Report"], dict[str, float]], about: Callable[[dict], str]) -> int:
-    """One process: report what was measured; out of memory is told apart, because the parent then tries smaller settings."""
+    """One process: report what was measured, or that memory ran out: then the parent tries smaller settings."""
     import torch
 
     end_with_parent()

@@ -242,12 +242,12 @@ class SharedPrompts:
     sequence's keys, all its tokens in order, are then more than its own tokens: U in all, of T tokens."""
 
     keys_U: torch.Tensor
-    """The token of each key."""
+    """The place of each key's token in the batch."""
     starts_S1: torch.Tensor
     """Cumulative starts of the sequences' keys, int32."""
     longest: int
     predictors_N: torch.Tensor
-    """The token before each target."""
+    """The place of the token before each target."""
     copies_U: torch.Tensor
     """The keys by token: those of token t are copies_U[copy_starts_T1[t] : copy_starts_T1[t + 1]], ascending; both int32."""
     copy_starts_T1: torch.Tensor

@@ -83,7 +83,7 @@ def split_examples(examples: Sequence[Example], budget: int, processes: int = 1,
         return split_by_tokens([len(example) for example in examples], budget, processes)
     # Small enough that processes can be given about as many tokens each.
     unit_budget = budget if processes == 1 else min(budget, max(1, _cost(examples) // (2 * processes)))
-    units = _divide_longest(_sharing_units(examples, unit_budget), processes)
+    units = _divide_largest(_sharing_units(examples, unit_budget), processes)
     costs = [_cost([examples[i] for i in unit]) for unit in units]
     return [[i for number in part for i in units[number]] for part in split_by_tokens(costs, budget, processes)]
 
@@ -104,7 +104,7 @@ def _sharing_units(examples: Sequence[Example], budget: int) -> list[list[int]]:
     return units
 
 
-def _divide_longest(units: list[list[int]], processes: int) -> list[list[int]]:
+def _divide_largest(units: list[list[int]], processes: int) -> list[list[int]]:
     """At least one unit for each process, if there are enough examples."""
     while len(units) < processes and any(len(unit) > 1 for unit in units):
         at = max(range(len(units)), key=lambda number: len(units[number]))

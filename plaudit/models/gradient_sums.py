@@ -44,7 +44,8 @@ class GradientSums:
 
     def _move_gradient(self, parameter: Tensor) -> None:
         """As soon as it is computed."""
-        if parameter.grad is None or getattr(parameter, ATTRIBUTE) is not self:  # added by its product; or the sum is another's
+        # None: its product has added it, and returned none. Or a later trainer has its sum.
+        if parameter.grad is None or getattr(parameter, ATTRIBUTE) is not self:
             return
         name = self._names[id(parameter)]
         if name in self.by_name:
@@ -73,7 +74,7 @@ def sum_of_product(weights: Sequence[Tensor]) -> ProductSum | None:
 
 
 def add_product(sum_VD: Tensor, grad_NV: Tensor, input_ND: Tensor) -> None:
-    """sum += gradᵀ input, in the precision of the sum."""
+    """sum += gradᵀ input. On a GPU in the precision of the sum; a CPU rounds a half-precision product first."""
     if grad_NV.dtype == sum_VD.dtype:
         sum_VD.addmm_(grad_NV.T, input_ND)
     elif grad_NV.is_cuda:

@@ -58,7 +58,7 @@ def test_same_log_probs_and_gradients(policy):
 
 
 def test_a_longer_sequence_than_a_sliding_window(tiny_models):
-    folder = str(tiny_models["mistral"]) if "mistral" in tiny_models else pytest.skip("no model with a window")
+    folder = str(tiny_models["mistral"])
     template = load_template(load_tokenizer(folder), None)
     policy = load_policy(ModelSettings(path=folder, dtype="float32"), template, torch.device("cpu"))
     policy.model.config.sliding_window = 8
@@ -70,7 +70,7 @@ def test_a_longer_sequence_than_a_sliding_window(tiny_models):
 
 def test_scores_of_pairs_and_values_of_a_critic(tiny_models):
     """Pairs without targets share what both answers begin with, up to the token whose state is scored."""
-    folder = str(tiny_models["qwen2"] if "qwen2" in tiny_models else tiny_models[KINDS[0]])
+    folder = str(tiny_models["qwen2"])
     template = load_template(load_tokenizer(folder), None)
     classifier = load_classifier(ModelSettings(path=folder, dtype="float32"), template, torch.device("cpu"), seed=1)
     random = np.random.RandomState(3)
