@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from plaudit.servers.process import free_port
 from support.paths import REPOSITORY, TESTS
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -102,12 +102,6 @@ def script_of(page: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def warm_commands(tmp_path_factory) -> Iterator[Path]:
     """A folder with a `plaudit` command for pages that need torch. `serve` is started in the usual way: it gets signals."""
@@ -144,7 +138,7 @@ def paste(page: Path, folder: Path, *commands: Path) -> None:
     for name in ("recipes", "docs"):
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("*.png", "__pycache__"))
     for port in PORTS:
-        free = free_port()
+        free = str(free_port())
         script = script.replace(port, free)
         for recipe in (folder / "recipes").rglob("*.yaml"):  # which name the server too
             if (address := f"127.0.0.1:{port}") in (text := recipe.read_text(encoding="utf-8")):

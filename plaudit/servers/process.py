@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -16,6 +17,8 @@ from plaudit.redaction import redact
 from plaudit.report.progress import print_line
 
 HOST = "127.0.0.1"
+NEVER_GIVEN_OUT = range(20_000, 32_000)
+"""Ports that neither the system nor Ray chooses for a process by themselves."""
 ERROR = re.compile(r"\b(?!EngineDeadError)\w+Error: .+")
 """vLLM's EngineDeadError only says that there was another."""
 REPORT_EVERY_S = 10.0
@@ -125,7 +128,18 @@ class Startup:
 
 def free_port(port: int = 0) -> int:
     """This port, or with 0 any that is free. Raises OSError if it is taken."""
+    if port == 0:
+        return _any_free_port()
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port just released is free
         probe.bind((HOST, port))
-        return probe.getsockname()[1]
+    return port
+
+
+def _any_free_port() -> int:
+    # Not by binding to port 0: a server listens only when it has loaded its model, and until then the system may give that port to
+    # any process that connects somewhere.
+    for port in random.SystemRandom().sample(NEVER_GIVEN_OUT, 100):
+        with contextlib.suppress(OSError):
+            return free_port(port)
+    raise OSError(f"no free port between {NEVER_GIVEN_OUT[0]} and {NEVER_GIVEN_OUT[-1]}")

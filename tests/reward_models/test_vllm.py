@@ -34,7 +34,7 @@ from plaudit.rewards.judges.model_rewards import LiveModelReward
 from plaudit.rewards.reward import build
 from plaudit.rewards.runner import RewardRunner
 from plaudit.scoring import Scorer, result_of
-from plaudit.servers.process import ServerProcess
+from plaudit.servers.process import ServerProcess, free_port
 from support.paths import REPOSITORY
 from support.processes import gone
 from support.recipes import pair_recipe, sft_recipe, train_reward_model, train_sft, write_recipe
@@ -161,12 +161,6 @@ def served(path: Path, log: Path, *, scalar: bool) -> Iterator[str]:
         yield url
     finally:
         server.stop()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def is_healthy(url: str) -> bool:

@@ -92,10 +92,13 @@ class Command:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
-    def wait(self, within_s: float = 250.0) -> int:
-        """How it ended: its exit code, or -9 if that signal ended it."""
+    def ended(self, within_s: float = 250.0) -> int | None:
+        """How it ended: its exit code, or -9 if that signal ended it; None if it runs on."""
         self._process.join(within_s)
-        code = self._process.exitcode
+        return self._process.exitcode
+
+    def wait(self, within_s: float = 250.0) -> int:
+        code = self.ended(within_s)
         assert code is not None, f"does not end:\n{self.output}"
         return code
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +9,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.torch import load_file
 
+from plaudit.servers.process import free_port
 from support.processes import MAIN, Command
 from support.recipes import exact_metrics
 
 
 def start_ranks(size: int, *arguments: object, scripts: dict[int, str] | None = None, **more: str) -> list[Command]:
     """The command in `size` processes (one of one, too, is joined). `scripts`: what some ranks run in place of it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared: Any = {
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         **more,
     }
     return [
@@ -35,8 +32,8 @@ def start_ranks(size: int, *arguments: object, scripts: dict[int, str] | None = 
 def train_with(size: int, stage: str, recipe: Path, *overrides: str) -> None:
     """A whole run of `size` processes; as without a launcher, if that is one."""
     ranks = [Command(stage, recipe, *overrides)] if size == 1 else start_ranks(size, stage, recipe, *overrides)
-    outputs = [f"rank {rank}:\n{command.output}" for rank, command in enumerate(ranks) if command.wait()]
-    assert not outputs, "\n".join(outputs)
+    ended = [command.ended() for command in ranks]
+    assert ended == [0] * size, "\n".join(f"rank {rank}:\n{command.output}" for rank, command in enumerate(ranks))
 
 
 def differences(

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from plaudit.servers.process import free_port
 from support.paths import REPOSITORY
 from support.processes import gone
 
@@ -34,10 +34,7 @@ class RayNodes:
             "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "STARTED_BY": self.mark,
         }
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            self._port = probe.getsockname()[1]
-        self.explanation = self.run("cluster", "up", "--port", self._port, "--cpus", 1).stdout
+        self.explanation = self.run("cluster", "up", "--port", free_port(), "--cpus", 1).stdout
         self.address = self.explanation.split("--join ")[1].split()[0]
 
     def join(self, cpus: int = 1) -> None:
