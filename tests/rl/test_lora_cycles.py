@@ -99,7 +99,7 @@ def assert_no_growth(alive: Sequence[Alive]) -> None:
 
 def assert_no_drift(apart: Sequence[float], model: dict[str, Any]) -> None:
     """Mean differences of log-probs, step by step."""
-    assert max(apart) < (1e-3 if model["dtype"] == "bfloat16" else 3e-6)
+    assert max(apart) < (3e-3 if model["dtype"] == "bfloat16" else 3e-6), "the rounding of few small numbers, not other weights"
     assert max(apart[25:]) < 4 * max(apart[:25])
 
 
