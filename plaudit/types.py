@@ -272,6 +272,8 @@ class Batch:
     """RL only: advantages and log-probs of the target tokens."""
     pairs: PairTargets | None = None
     """Preference data only: sequences 2i and 2i + 1 are the chosen and the rejected one of pair i."""
+    has_signal: bool = True
+    """False: the gradient of its loss is 0, and the loss is computed for its metrics alone."""
 
     @property
     def num_tokens(self) -> int:

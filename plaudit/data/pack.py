@@ -10,7 +10,7 @@ states depend on the tokens before them alone.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -200,6 +200,10 @@ class MicroBatches(Sequence[Batch], Generic[T]):
 
     def __getitem__(self, index: int) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]: nobody takes slices
         return self._pack(self._parts[index])
+
+    def __add__(self, others: "MicroBatches[Any]") -> "MicroBatches[Any]":
+        parts = [(batches, index) for batches in (self, others) for index in range(len(batches))]
+        return MicroBatches(parts, lambda part: part[0][part[1]])
 
 
 def micro_batches(

@@ -6,10 +6,10 @@ Sequences are packed once per step: the passes of policy, reference and critic, 
 token budget and so the same micro-batches. An `Experience` is made when all its fields are known.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from plaudit.recipe import AlgorithmSettings, RLTrainSettings
 from plaudit.seeding import stable_seed
 from plaudit.types import Batch, Example, Experience, ScoredGroup, Targets
 from plaudit.world import World
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -120,13 +122,27 @@ class Update:
     def num_tokens(self) -> int:
         return sum(sample.num_targets for sample in self.samples)
 
-    def micro_batches(self, packed: PackedSequences) -> Sequence[Batch]:
+    def micro_batches(self, packed: PackedSequences, *, has_signal: bool = True) -> MicroBatches[int]:
         """The packed samples with their targets."""
         assert len(packed.sequences) == len(self.samples)
-        return MicroBatches(
-            range(len(packed.parts)),
-            lambda number: replace(packed.batch(number), targets=self._targets(packed.parts[number], packed.world.device)),
-        )
+
+        def batch(number: int) -> Batch:
+            targets = self._targets(packed.parts[number], packed.world.device)
+            return replace(packed.batch(number), targets=targets, has_signal=has_signal)
+
+        return MicroBatches(range(len(packed.parts)), batch)
+
+    def by_signal(self) -> tuple["Update", "Update"]:
+        """Two halves of this update: samples whose advantages are all 0, and the others."""
+        signal = [bool(sample.advantages.any()) for sample in self.samples]
+        return self._select(np.flatnonzero(np.logical_not(signal))), self._select(np.flatnonzero(signal))
+
+    def _select(self, indices: Iterable[int]) -> "Update":
+        def select(values: Sequence[T]) -> list[T]:
+            return [values[i] for i in indices]
+
+        positive = None if self.positive_weights is None else select(self.positive_weights)
+        return Update(select(self.samples), select(self.weights), positive)
 
     def _targets(self, part: Sequence[int], device: torch.device | str) -> Targets:
         samples = [self.samples[i] for i in part]

@@ -237,7 +237,7 @@ class Learner:
                 experiences if everything else [experiences[i] for i in indices], recipe.algorithm,
                 horizon=recipe.rollout.max_new_tokens,
             )  # fmt: skip
-            batches = update.micro_batches(packed if everything else self._packed(update.samples))
+            batches = self._micro_batches(update, packed if everything else self._packed(update.samples))
             if critic is not None and (shared is None or frozen):
                 critic_results.append(self._update_critic(update, batches, step))
             if not frozen:
@@ -248,6 +248,22 @@ class Learner:
         # Until the first update the trainer has the sampler's weights, or those that are `rollout.lag` steps newer.
         mismatch = {name: results[0][name] for name in ("mismatch", "mismatch_kl") if results}
         return _averaged(critic_results) | _averaged(results) | mismatch
+
+    def _micro_batches(self, update: Update, packed: PackedSequences) -> Sequence[Batch]:
+        """Samples whose advantages are 0, as in a group of equal rewards, apart from the others: they need no backward pass."""
+        silent, others = update.by_signal()
+        if not (self._only_advantages_count and silent.samples and others.samples):
+            return update.micro_batches(packed)
+        without = silent.micro_batches(self._packed(silent.samples), has_signal=False)
+        return without + others.micro_batches(self._packed(others.samples))
+
+    @property
+    def _only_advantages_count(self) -> bool:
+        """Whether a sample without advantages has no gradient. Processes that share all weights make each pass together, and so of
+        the same kind."""
+        algorithm = self.recipe.resolved_algorithm
+        other_terms = algorithm.kl_coefficient or algorithm.entropy_coefficient or self.critic is not None
+        return not other_terms and self.trainer.sharding != "full"
 
     def _loss(self, update: Update) -> Loss:
         recipe, model, temperature = self.recipe, self.policy.model, self.recipe.rollout.temperature

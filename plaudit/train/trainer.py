@@ -136,12 +136,15 @@ class Trainer:
             self.world.heartbeat.beat()
             # Keyed by the micro-batch, so that dropout is the same after a resume and on any number of processes.
             _seed_generators(stable_seed("step", self.seed, self.updates, i), self.trained.device)
-            share, metric_shares = run_in_pass(self.trained.model, loss, micro_batches[i])
+            batch = micro_batches[i]
+            with torch.set_grad_enabled(batch.has_signal):
+                share, metric_shares = run_in_pass(self.trained.model, loss, batch)
             if number == len(own) + len(repeats) - 1:
                 self.optimiser.gradients.begin_last_pass()
             counts = number < len(own)  # a repeat is counted elsewhere
-            with self.world.waiting(PASS) if self.sharding == "full" else nullcontext():
-                (share if counts else 0.0 * share).backward()
+            if batch.has_signal:
+                with self.world.waiting(PASS) if self.sharding == "full" else nullcontext():
+                    (share if counts else 0.0 * share).backward()
             if not counts:
                 continue
             total += share.detach()
