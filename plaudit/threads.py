@@ -3,7 +3,8 @@
 A small model loses by threads: handing a product of small matrices to a second core and waiting for the result takes about as long
 as computing it, and much longer if something else runs on that core. So a model up to `SMALL_WIDTH` wide is computed by one thread,
 a larger one by all cores that this process may use (torch would count the machine's, whatever a container or a job scheduler
-allows). Waiting threads sleep: by default they spin, which takes a core from other work.
+allows). Waiting threads sleep: by default they spin, which takes a core from other work. A forked child computes with one thread:
+it has none of its parent's, and OpenMP would wait for them forever.
 
 Sums split among threads are added in another order, so the last bits of results depend on the number of threads: docs/runs.md.
 """
@@ -54,6 +55,8 @@ class _Choice:
     threads: int | None = None
     """None before the first model."""
     torch_default: int = 1
+    survives_forks: bool = False
+    is_forked: bool = False
 
 
 _CHOICE = _Choice()
@@ -64,7 +67,8 @@ def fit_threads(config: Any, device: Any) -> None:
     A number set by the user (OMP_NUM_THREADS, torch.set_num_threads) is left as it is."""
     import torch
 
-    if device.type != "cpu" or _user_chose():
+    _survive_forks()
+    if device.type != "cpu" or _user_chose() or _CHOICE.is_forked:
         return
     now = torch.get_num_threads()
     if now != _CHOICE.threads and now not in _torch_defaults():
@@ -75,6 +79,20 @@ def fit_threads(config: Any, device: Any) -> None:
     _CHOICE.threads = threads_for(_CHOICE.width, min(_CHOICE.torch_default, usable_cores()))
     if _CHOICE.threads != now:
         torch.set_num_threads(_CHOICE.threads)
+
+
+def _survive_forks() -> None:
+    """Children that this process forks from now on compute with one thread."""
+    if not _CHOICE.survives_forks and hasattr(os, "register_at_fork"):
+        _CHOICE.survives_forks = True
+        os.register_at_fork(after_in_child=_use_one_thread)
+
+
+def _use_one_thread() -> None:
+    import torch
+
+    _CHOICE.is_forked = True
+    torch.set_num_threads(1)
 
 
 def share_cores(processes: int) -> None:

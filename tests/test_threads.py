@@ -221,3 +221,34 @@ def test_resuming_with_another_number_of_processes_is_reported(tiny_model, rows_
     note = f"{tmp_path / 'run'} resumes with 1 process and had {had}, so its result is not that of an uninterrupted run to the last"
     assert said == ([f"{note} bit"] if had else [])
     assert json.loads(file.read_text())["processes"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_computes_by_itself():
+    """The threads of torch and of the compiled kernels stay behind in the parent; waiting for them would never end."""
+    program = """
+import multiprocessing
+from types import SimpleNamespace
+import torch
+from plaudit.rollout.native import cpu_ops
+from plaudit.threads import fit_threads
+
+config = SimpleNamespace(hidden_size=4096, get_text_config=lambda: config)
+
+def compute():
+    fit_threads(config, torch.device("cpu"))
+    x, weight = torch.ones(16, 1024), torch.ones(1024, 1024)
+    assert (cpu_ops.product(x, weight, None) == 1024).all()
+    assert (torch.ones(512, 1024) @ weight == 1024).all()
+
+torch.set_num_threads(2)
+compute()
+child = multiprocessing.get_context("fork").Process(target=compute, daemon=True)
+child.start()
+child.join(60)
+assert child.exitcode == 0, child.exitcode
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -64,16 +64,31 @@ def _compiled(dtype: torch.dtype) -> Path:
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         raise OSError("no C compiler")
+    runtime = openmp_runtime()
+    # Named before the compiler's own, which is then not needed, if it is another one.
+    linked = ["-lm"] if runtime is None else ["-Wl,--as-needed", runtime, "-lm"]
     command = [compiler, *FLAGS, *DTYPE_FLAGS[dtype]]
-    library = cache_folder() / "kernels" / f"{_digest(command)}.so"
+    library = cache_folder() / "kernels" / f"{_digest([*command, *linked])}.so"
     if library.exists():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # moved when complete: several processes may compile at once
         made = Path(folder) / library.name
-        subprocess.run([*command, "-o", made, SOURCE, "-lm"], check=True, capture_output=True, timeout=COMPILE_SECONDS)
+        subprocess.run([*command, "-o", made, SOURCE, *linked], check=True, capture_output=True, timeout=COMPILE_SECONDS)
         made.replace(library)
     return library
+
+
+def openmp_runtime() -> str | None:
+    """The OpenMP library that torch has loaded. Some builds bring one under a name of its own; with the system's besides, there
+    would be two sets of threads for the same cores."""
+    try:
+        loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    except OSError:
+        return None
+    own = str(Path(torch.__file__).parent)  # other packages may have brought one too
+    runtimes = [path for path in loaded if Path(path).name.startswith(("libgomp", "libiomp5"))]
+    return min(runtimes, key=lambda path: (not path.startswith(own), path), default=None)
 
 
 def _digest(command: list[str]) -> str:

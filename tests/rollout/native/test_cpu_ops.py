@@ -1,7 +1,9 @@
 """The compiled operations against torch's, and against the same in double precision."""
 
+import ctypes
 import math
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,6 +47,23 @@ def test_there_is_none_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "false")  # a compiler that fails
     monkeypatch.setenv("PLAUDIT_CACHE", str(tmp_path))
     assert cpu_library.library_for.__wrapped__(torch.float32) is None
+
+
+@pytest.mark.slow
+def test_the_library_uses_the_threads_of_torch(monkeypatch, tmp_path):
+    """Also where torch brings an OpenMP library under a name of its own."""
+    theirs = cpu_library.openmp_runtime()
+    if theirs is None or not theirs.endswith("/libgomp.so.1"):
+        pytest.skip("needs torch with libgomp.so.1")
+    renamed = tmp_path / "libgomp.so.9"
+    renamed.write_bytes(Path(theirs).read_bytes().replace(b"\0libgomp.so.1\0", b"\0libgomp.so.9\0"))
+    ctypes.CDLL(str(renamed))
+    monkeypatch.setenv("PLAUDIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(cpu_library, "openmp_runtime", lambda: str(renamed))
+    assert cpu_library.library_for.__wrapped__(torch.float32) is not None
+    [compiled] = (tmp_path / "kernels").glob("*.so")
+    assert b"libgomp.so.9" in compiled.read_bytes()
+    assert b"libgomp.so.1" not in compiled.read_bytes()
 
 
 @each_dtype
