@@ -36,7 +36,8 @@ from plaudit.models.trainable import TrainableModel
 from plaudit.models.weights import OffloadableWeights, OffloadedModule
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import OptimSettings, SFTRecipe
-from plaudit.train.memory_plan import plan_policy, resolve_checkpointing
+from plaudit.train.auto import resolve_checkpointing
+from plaudit.train.memory_plan import plan_policy
 from plaudit.train.trainer import Trainer, compute_repeatably
 from plaudit.world import World
 

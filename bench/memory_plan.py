@@ -82,7 +82,8 @@ def run_one(recipe: Path) -> None:
     from plaudit.data.templates import load_model_template
     from plaudit.loops.train import train
     from plaudit.recipe import RLRecipe
-    from plaudit.train.memory_plan import plan_devices, resolve_checkpointing
+    from plaudit.train.auto import resolve_auto
+    from plaudit.train.memory_plan import plan_devices
 
     loaded, sources = load_checked(recipe, [], None)
     settings, template = loaded.recipe, load_model_template(loaded.recipe.model)
@@ -94,7 +95,7 @@ def run_one(recipe: Path) -> None:
             template.example(row, where, "assistant") for source in sources["train"] for where, row in read_conversations(source)
         )
         lengths = [len(example.tokens) for example in examples]
-    resolved = resolve_checkpointing(settings, lengths, report=lambda line: None)
+    resolved = resolve_auto(settings, lengths, report=lambda line: None)
     device = settings.run.device
     budget = plan_devices(resolved, lengths)[device]
     result: dict[str, Any] = {

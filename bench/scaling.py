@@ -38,8 +38,9 @@ from balance import draw_step, sampling_idle, training_idle
 from plaudit.models.memory import PHASES, gigabytes, plan_memory
 from plaudit.models.shapes import QWEN, write_shape
 from plaudit.recipe import RLRecipe, SFTRecipe, TrainingRecipe
+from plaudit.train.auto import fits, resolve_checkpointing, resolve_sharding
 from plaudit.train.limits import longest_sequence
-from plaudit.train.memory_plan import fits, plan_devices, resolve_checkpointing, resolve_sharding
+from plaudit.train.memory_plan import plan_devices
 from plaudit.train.processes import Processes
 
 NVLINK, INFINIBAND, HBM = 450e9, 8 * 50e9, 4.8e12

@@ -2,7 +2,8 @@
 
     recipe.yaml       the resolved recipe, each value with where it came from
     inputs/           rows and functions that a call from Python brought along
-    run.json          versions, git state, threads and processes, the recipe, data, model and template, trackers' ids, restarts
+    run.json          versions, git state, threads, processes, tokens per micro-batch, the recipe, data, model and template,
+                      trackers' ids, restarts
     metrics.jsonl     one line per step; names under `time/` depend on the machine, all others are exact and repeat
     ranks.jsonl       with several processes, one line per step and process: where its time went, its memory
     curves.png        the metrics, drawn
@@ -49,7 +50,7 @@ from plaudit.redaction import redact
 from plaudit.report import curves
 from plaudit.report.progress import print_line
 from plaudit.report.samples import Trained, samples_to_follow
-from plaudit.run_identity import Computing, advice, compare, describe_run
+from plaudit.run_identity import MICRO_BATCH, Computing, advice, compare, describe_run, recorded_micro_batch
 from plaudit.run_progress import checkpoint_folders, read_description
 from plaudit.sample_files import SampleFiles
 from plaudit.saving import Saver
@@ -103,6 +104,8 @@ class Run:
         self.interrupted = False
         self.sharding = "none"
         """What the processes divide among themselves, once that is decided."""
+        self.micro_batch: int | None = None
+        """Its tokens, likewise; until then what a run that is resumed has recorded, in the leading process."""
         self.best: dict[str, float] | None = None
         self.unvalidated: dict[str, float] | None = None
         """Metrics of the last step done, if the run stopped before its validation."""
@@ -229,6 +232,8 @@ class Run:
                 f"{self.folder} resumes although {changed} has changed: what was sampled and scored before stays as it is", "yellow"
             )
         if not differences.forbidden:
+            if self._has_results():
+                self.micro_batch = recorded_micro_batch(before)
             return {**before, **description, "trackers": before["trackers"], "stopped": None}
         if not self._has_results():  # it stopped before the first step; the change may well be the fix
             return description
@@ -289,7 +294,7 @@ class Run:
         now = Computing(threads_on_cpu(self.recipe.run.device), self.world.size, self.sharding)
         if resumed and before is not None and (change := now.changed(before)):
             print_line(f"{self.folder} resumes {change}", "yellow")
-        self.description |= asdict(now)
+        self.description |= {**asdict(now), MICRO_BATCH: self.micro_batch}
 
     # Recording
 

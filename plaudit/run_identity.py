@@ -21,6 +21,10 @@ from plaudit.hub import model_folder
 from plaudit.input_files import is_function_file
 from plaudit.recipe import TrainingRecipe
 
+MICRO_BATCH = "tokens_per_micro_batch"
+"""In run.json: the number that was used, whatever the recipe says."""
+SETTING = f"train.{MICRO_BATCH}"
+
 
 @dataclass(frozen=True)
 class Differences:
@@ -42,9 +46,18 @@ def describe_run(
     return {"recipe": flatten(recipe), "inputs": digests, "versions": _versions(), "git": _git_state(), "trackers": {}}
 
 
+def recorded_micro_batch(description: dict[str, Any]) -> int | None:
+    """What a run was last trained with; of a run that is older than this entry, what its recipe says."""
+    tokens = description.get(MICRO_BATCH, description["recipe"].get(SETTING))
+    return tokens if isinstance(tokens, int) else None
+
+
 def compare(then: dict[str, Any], now: dict[str, Any], recipe: TrainingRecipe, code: set[str]) -> Differences:
     """How the run described by `then` differs from `now`, started with `recipe`."""
-    old, new = {**_defaults_since(then["recipe"], recipe), **then["recipe"]}, now["recipe"]
+    old, new = {**_defaults_since(then["recipe"], recipe), **then["recipe"]}, dict(now["recipe"])
+    for settings in (old, new):
+        if settings.get(SETTING) == "auto":  # which keeps its number
+            settings[SETTING] = recorded_micro_batch(then) or "auto"
     differ = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     # Functions from Python: each version is a file of its own.
     functions = [name for name in differ if is_function_file(old.get(name)) and is_function_file(new.get(name))]

@@ -23,7 +23,7 @@ FEWEST_SHARED = 8
 """Tokens that two examples must have in common: to share fewer costs more than it saves."""
 KEYS_PER_TOKEN = 4
 """Keys that a batch has at most for each token of its budget: those of shared tokens are copied for every sequence, layer by layer,
-and take memory that no memory plan counts."""
+which takes memory and time."""
 
 Batches = Callable[[Sequence[list[int]]], Iterable[list[int]]]
 """Yields batches of indices unchanged, and reports progress meanwhile."""

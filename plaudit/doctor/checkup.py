@@ -43,7 +43,8 @@ from plaudit.recipe import (
 )
 from plaudit.rewards.combine import any_reward_applies
 from plaudit.rewards.judges.model_rewards import find_model_rewards
-from plaudit.train.memory_plan import plan_devices, resolve_checkpointing, resolve_sharding
+from plaudit.train.auto import resolve_auto, resolve_sharding
+from plaudit.train.memory_plan import plan_devices
 from plaudit.train.processes import Processes
 from plaudit.types import Conversation, Example, Prompt
 
@@ -261,7 +262,7 @@ class _Checkup(Checks):
     def _memory(self, recipe: RLRecipe | ScoreRecipe) -> Iterator[Finding]:
         if isinstance(recipe, RLRecipe):
             # Reported by check_training.
-            recipe = resolve_checkpointing(recipe, self.lengths, lambda line: None, self.processes)
+            recipe = resolve_auto(recipe, self.lengths, lambda line: None, self.processes)
         self.budgets = plan_devices(recipe, self.lengths, self.processes)
         yield from memory.check_budgets(recipe, self.budgets, self.processes)
 
@@ -285,7 +286,7 @@ class _Checkup(Checks):
             memory.print_budgets(self.console, recipe, self.budgets, self.processes)
         else:
             with suppress(PlauditError, OSError, ValueError):  # reported by its check
-                resolved = resolve_checkpointing(recipe, self.lengths, lambda line: None, self.processes)
+                resolved = resolve_auto(recipe, self.lengths, lambda line: None, self.processes)
                 self.budgets = plan_devices(resolved, self.lengths, self.processes)
         self.measured["memory"] = memory.tabulate(recipe, self.budgets, self.processes)
 

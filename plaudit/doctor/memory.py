@@ -20,6 +20,7 @@ from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, gigabytes, total_m
 from plaudit.models.trainable import resolve_dtype
 from plaudit.recipe import ModelSettings, Recipe, RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.rewards.judges.model_rewards import ModelReward
+from plaudit.train.auto import resolve_auto
 from plaudit.train.memory_plan import (
     ALONE,
     RESIDENT,
@@ -30,7 +31,6 @@ from plaudit.train.memory_plan import (
     plan_checkpoint_copy,
     plan_critic,
     plan_policy,
-    resolve_checkpointing,
     server_share,
 )
 
@@ -55,7 +55,7 @@ def check_training(recipe: TrainingRecipe, lengths: Lengths, processes: Processe
     device = processes.device(recipe.run.device)
     messages: list[str] = []
     try:
-        recipe = resolve_checkpointing(recipe, lengths, messages.append, processes)
+        recipe = resolve_auto(recipe, lengths, messages.append, processes)
         plan = plan_policy(recipe, lengths, processes)
     except PlauditError:
         raise

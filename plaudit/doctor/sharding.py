@@ -15,8 +15,9 @@ from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.folder import context_tokens, read_config
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, MemoryPlan, Phase, Sharding, gigabytes
 from plaudit.recipe import Recipe, ScoreRecipe, TrainingRecipe
+from plaudit.train.auto import resolve_auto, resolve_sharding
 from plaudit.train.limits import MOST_TOKENS, largest_model, longest_sequence
-from plaudit.train.memory_plan import Lengths, plan_devices, plan_policy, resolve_checkpointing, resolve_sharding
+from plaudit.train.memory_plan import Lengths, plan_devices, plan_policy
 from plaudit.train.processes import Processes
 
 
@@ -116,7 +117,7 @@ def plan_shardings(recipe: TrainingRecipe, lengths: Lengths, processes: Processe
     kind, rows = processes.device(recipe.run.device).type, []
     for sharding in get_args(Sharding):
         here = replace(processes, sharding=sharding)
-        resolved = resolve_checkpointing(recipe, lengths, lambda line: None, here)
+        resolved = resolve_auto(recipe, lengths, lambda line: None, here)
         plan, budget = plan_policy(resolved, lengths, here), plan_devices(resolved, lengths, here)[kind]
         rows.append(Row(sharding, plan, budget, longest_sequence(recipe, lengths, here)))
     return rows

@@ -29,6 +29,7 @@ from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.preference.losses import answer_logprobs, dpo_loss, dpo_shares, measure
 from plaudit.preference.reference import with_reference
 from plaudit.recipe import DPORecipe
+from plaudit.recipe.training import micro_batch_tokens
 from plaudit.report.progress import print_line
 from plaudit.run import Run
 from plaudit.train.build import build_trainer, divide, plan_training
@@ -57,20 +58,18 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             pairs = _pairs("train", sources["train"], template, recipe)
             validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
-        resolved, sharding = plan_training(recipe, pairs.lengths, world)
-        run.sharding = sharding
+        resolved, sharding, micro_batch = plan_training(recipe, pairs.lengths, world, run.micro_batch)
+        run.sharding, run.micro_batch = sharding, micro_batch
         policy = divide(load_policy(resolved.model, template, device, seed=recipe.seed), sharding, world)
-        known = with_reference([*pairs, *validation], recipe, policy, run.folder, world)  # while the policy is untrained
+        known = with_reference([*pairs, *validation], resolved, policy, run.folder, world)  # while the policy is untrained
         pairs, validation = known[: len(pairs)], known[len(pairs) :]
         trainer = build_trainer(recipe, policy, sharding, world)
 
         def update(pairs: list[Pair]) -> tuple[Sequence[Batch], Loss]:
-            batches = pair_micro_batches(
-                pairs, recipe.train.tokens_per_micro_batch, device, world.size, share=recipe.train.share_prompts
-            )
+            batches = pair_micro_batches(pairs, micro_batch, device, world.size, share=recipe.train.share_prompts)
             return batches, dpo_loss(policy.model, pairs, recipe.loss)
 
-        check = partial(validate, policy, validation, recipe, world) if validation else None
+        check = partial(validate, policy, validation, resolved, world) if validation else None
         return train_in_passes("dpo", run, trainer, pairs, per_step=recipe.train.pairs_per_step, update=update, validate=check)
 
 
@@ -78,10 +77,8 @@ def validate(
     policy: TrainableModel, pairs: Sequence[Pair], recipe: DPORecipe, world: World, progress: Batches = iter
 ) -> dict[str, float]:
     """Loss and metrics over all validation pairs."""
-    train = recipe.train
-    logprobs = measure(
-        policy.model, pairs, answer_logprobs, train.tokens_per_micro_batch, world, progress, share=train.share_prompts
-    )
+    train, micro_batch = recipe.train, micro_batch_tokens(recipe.train.tokens_per_micro_batch)
+    logprobs = measure(policy.model, pairs, answer_logprobs, micro_batch, world, progress, share=train.share_prompts)
     num_chosen = sum(pair.chosen.num_targets for pair in pairs)
     loss, others = dpo_shares(logprobs, pair_targets(pairs), recipe.loss, len(pairs), num_chosen)
     return {f"val/{name}": value.item() for name, value in {"loss": loss, **others}.items()}

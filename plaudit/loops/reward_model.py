@@ -29,6 +29,7 @@ from plaudit.models.trainable import TrainableModel
 from plaudit.objectives.preference import calibration_error
 from plaudit.preference.losses import answer_scores, measure, reward_model_loss, reward_model_shares
 from plaudit.recipe import RewardModelRecipe
+from plaudit.recipe.training import micro_batch_tokens
 from plaudit.report.progress import print_line
 from plaudit.run import Run
 from plaudit.train.build import build_trainer, divide, plan_training
@@ -52,20 +53,18 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             pairs = _pairs("train", sources["train"], template, recipe)
             validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
-        resolved, sharding = plan_training(recipe, pairs.lengths, world)
-        run.sharding = sharding
+        resolved, sharding, micro_batch = plan_training(recipe, pairs.lengths, world, run.micro_batch)
+        run.sharding, run.micro_batch = sharding, micro_batch
         classifier = divide(load_classifier(resolved.model, template, device, seed=recipe.seed), sharding, world)
         sides = (side for pair in chain(pairs, validation) for side in (pair.chosen, pair.rejected))
         set_pad_token(classifier, (int(side.tokens[-1]) for side in sides))
         trainer = build_trainer(recipe, classifier, sharding, world)
 
         def update(pairs: list[Pair]) -> tuple[Sequence[Batch], Loss]:
-            batches = pair_micro_batches(
-                pairs, recipe.train.tokens_per_micro_batch, device, world.size, share=recipe.train.share_prompts
-            )
+            batches = pair_micro_batches(pairs, micro_batch, device, world.size, share=recipe.train.share_prompts)
             return batches, reward_model_loss(classifier.model, pairs, recipe.loss)
 
-        check = partial(validate, classifier, validation, recipe, world) if validation else None
+        check = partial(validate, classifier, validation, resolved, world) if validation else None
         return train_in_passes(
             "reward-model", run, trainer, pairs, per_step=recipe.train.pairs_per_step, update=update, validate=check
         )
@@ -75,9 +74,9 @@ def validate(
     classifier: TrainableModel, pairs: Sequence[Pair], recipe: RewardModelRecipe, world: World, progress: Batches = iter
 ) -> dict[str, float]:
     """Over all validation pairs: loss, accuracy, margin and calibration error."""
-    train = recipe.train
+    train, micro_batch = recipe.train, micro_batch_tokens(recipe.train.tokens_per_micro_batch)
     chosen, rejected = scores = measure(
-        classifier.model, pairs, answer_scores, train.tokens_per_micro_batch, world, progress, share=train.share_prompts
+        classifier.model, pairs, answer_scores, micro_batch, world, progress, share=train.share_prompts
     )
     loss, others = reward_model_shares(scores, pair_targets(pairs), recipe.loss, len(pairs))
     measured = {"loss": loss, **others, "calibration_error": calibration_error(chosen - rejected)}

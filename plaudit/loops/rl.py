@@ -105,7 +105,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         for note in (order.repeats("train.prompts_per_step", "prompts"), order.ends_early(recipe.run.max_steps)):
             if note is not None:
                 print_line(note, "yellow")
-        resolved, sharding = plan_training(recipe, [len(prompt.tokens) for prompt in prompts], world)
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        resolved, sharding, run.micro_batch = plan_training(recipe, lengths, world, run.micro_batch)
         run.sharding = sharding
         learner = Learner.build(resolved, template, total_steps=total_steps, world=world, sharding=sharding)
         for name, config in learner.configs.items():

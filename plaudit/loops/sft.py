@@ -27,6 +27,7 @@ from plaudit.models.sharded import is_sharded
 from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.objectives.supervised import nll
 from plaudit.recipe import SFTRecipe
+from plaudit.recipe.training import micro_batch_tokens
 from plaudit.report.progress import print_line
 from plaudit.response_files import CLOSE, LONGCOT, have_thoughts, longcot_of_think_tags, read_longcot_config, response_file
 from plaudit.run import Run
@@ -54,8 +55,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             examples = _examples("train", sources["train"], template, recipe).examples
             validation = _examples("val", sources["val"], template, recipe).examples if sources["val"] else []
 
-        resolved, sharding = plan_training(recipe, examples.lengths, world)
-        run.sharding = sharding
+        resolved, sharding, micro_batch = plan_training(recipe, examples.lengths, world, run.micro_batch)
+        run.sharding, run.micro_batch = sharding, micro_batch
         policy = divide(load_policy(resolved.model, template, device, seed=recipe.seed), sharding, world)
         _note_thoughts(policy, examples, recipe.model.path)
         trainer = build_trainer(recipe, policy, sharding, world)
@@ -66,9 +67,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             def loss(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
                 return nll(target_logprobs(policy.model, batch).logprobs_N, num_targets), {}
 
-            return micro_batches(rows, recipe.train.tokens_per_micro_batch, device, world.size), loss
+            return micro_batches(rows, micro_batch, device, world.size), loss
 
-        check = partial(validate, policy, validation, recipe, world) if validation else None
+        check = partial(validate, policy, validation, resolved, world) if validation else None
         return train_in_passes("sft", run, trainer, examples, per_step=recipe.train.rows_per_step, update=update, validate=check)
 
 
@@ -78,7 +79,8 @@ def validate(
 ) -> dict[str, float]:
     """Mean loss per token over all validation rows."""
     policy.model.eval()
-    batches = split_by_tokens([len(example) for example in examples], recipe.train.tokens_per_micro_batch, world.size)
+    micro_batch = micro_batch_tokens(recipe.train.tokens_per_micro_batch)
+    batches = split_by_tokens([len(example) for example in examples], micro_batch, world.size)
     own = {
         batch[0]: target_logprobs(policy.model, pack([examples[i] for i in batch], policy.device)).logprobs_N.double().sum().item()
         for batch in progress([batch for _, batch in world.shard(batches, equal=is_sharded(policy.model))])

@@ -1,7 +1,7 @@
 """Training, whatever the recipe's stage: in this process, in processes started here, or as one of those that a launcher started."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from plaudit.cluster.ranks import launched_ranks, process_count
 from plaudit.cluster.restarts import run_ranks
 from plaudit.config import LoadedRecipe, flatten
 from plaudit.data.conversations import Source
-from plaudit.errors import OutOfMemory
+from plaudit.errors import OutOfMemory, RunError
 from plaudit.recipe import RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.run_progress import RunProgress
 
@@ -81,10 +81,21 @@ def _memory_advice(loaded: LoadedRecipe) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         assert not isinstance(loaded.recipe, ScoreRecipe)
-        train = loaded.recipe.train
         rollout = ", lower rollout.max_sequences (the cache while sampling)" if isinstance(loaded.recipe, RLRecipe) else ""
         raise OutOfMemory(
             f"out of GPU memory ({str(error).split('. ')[0]}). Lower train.tokens_per_micro_batch (now "
-            f"{train.tokens_per_micro_batch:,}), set model.gradient_checkpointing=true or optim.placement=offload{rollout}, or "
+            f"{_micro_batch(loaded.recipe)}), set model.gradient_checkpointing=true or optim.placement=offload{rollout}, or "
             "train a LoRA with model.lora.rank=16. `plaudit doctor` estimates the memory needed; see docs/memory.md."
         ) from None
+
+
+def _micro_batch(recipe: TrainingRecipe) -> str:
+    """In tokens; of `auto`, what the run has recorded."""
+    from plaudit.run_identity import recorded_micro_batch
+    from plaudit.run_progress import read_description
+
+    tokens = recipe.train.tokens_per_micro_batch
+    if tokens == "auto":
+        with suppress(RunError):
+            tokens = recorded_micro_batch(read_description(Path(recipe.run.dir) / "run.json")) or "auto"
+    return f"{tokens:,}" if tokens != "auto" else tokens

@@ -12,7 +12,7 @@ from plaudit.recipe import ModelSettings
 
 
 def checkpoint_layers(model: PreTrainedModel, recipe: ModelSettings) -> None:
-    """Checkpoint as many layers as the recipe says. `auto` is resolved earlier (train/memory_plan.py) and means none here."""
+    """Checkpoint as many layers as the recipe says. `auto` is resolved earlier (train/auto.py) and means none here."""
     wanted = recipe.gradient_checkpointing
     if wanted is False or wanted == "auto":
         return

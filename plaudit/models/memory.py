@@ -10,7 +10,12 @@
                   with fused layers, or with Liger        T · L · b · (7 h + 2 q + 2 k + 3 f), q queries; with head norms q + 2 k
                                                           more
                   with n layers checkpointed              T · 4 n · h + max(L − n, 1) layers' share, the residual stream being fp32
-    logits        the chunk that models/logprobs.py computes at a time, twice in fp32, and the head's gradient
+    shared keys   U · b · (4 k + 2 q)                     U keys of sequences that share prompts: copies for one layer at a time,
+                                                          and their gradients, which flash attention has for every query head
+                  outside that kernel                     (U − T) · L · 2 k · b: layers keep them
+    logits        C · (4 + 2 b)                           the chunk C that models/logprobs.py computes at a time, in fp32, with its
+                                                          gradients and the last chunk's; and the head's gradient
+                  Of a layer's copies and a chunk of logits, the larger counts: one is freed before the other is there.
                   The gradients of an update that is one micro-batch appear as its activations go: the larger of the two counts.
     sampling      12 S · V + T · b · (6 h + 2 k + 3 f)    S sequences at a time, V words, T tokens of a pass over prompts;
                                                           with LoRA in bf16, T · 12 f more
@@ -86,6 +91,7 @@ class MemoryPlan:
     """Offloaded optimiser state that is on the device during a step; 0 without offload."""
     activations: float
     logits: float
+    """Or the copied keys of a layer, if they take more: neither is there when the other is."""
     one_micro_batch: bool
     """Whether no update has more than one."""
     merged: float = 0.0
@@ -125,13 +131,14 @@ def plan_memory(
     *,
     micro_batch: int,
     one_micro_batch: bool = False,
+    keys: int = 0,
     scalar: bool = False,
     offload: bool = False,
     processes: int = 1,
     sharding: Sharding = "none",
 ) -> MemoryPlan:
-    """Of one of `processes`. `micro_batch`: tokens of the largest. `scalar`: with a score head instead of an output head.
-    `offload`: with the optimiser's state on the host."""
+    """Of one of `processes`. `micro_batch`: tokens of the largest; `keys`: of its sequences, if they share prompts. `scalar`: with
+    a score head instead of an output head. `offload`: with the optimiser's state on the host."""
     config = read_config(recipe.path, trust_remote_code=recipe.trust_remote_code)
     counts = _count(config, recipe, scalar=scalar)
     trained = counts.trainable
@@ -156,6 +163,12 @@ def plan_memory(
         gathered = size * (2 * counts.layer + root) + of_gradient * counts.trained_of_layer
         exchange = gradients + (0 if recipe.lora else of_gradient * root)
     shape = _shape(config)
+    in_kernel = half and device.type == "cuda"  # attention, which then keeps no copied keys
+    kept_copies = 0 if in_kernel else max(keys - micro_batch, 0) * 2 * shape.kv * size
+    copies = keys * size * (4 * shape.kv + (2 * shape.query if shape.query > shape.kv else 0)) if in_kernel else 0
+    chunk = 0 if scalar else (4 + 2 * size) * CHUNK_LOGITS.get(device.type, 0)
+    head_gradient = 0 if scalar or recipe.lora else 4 * config.vocab_size * shape.hidden
+    per_token = _bytes_kept(recipe, shape, size, on_kernels, counts.adapted_inputs)
     return MemoryPlan(
         parameters=counts.parameters,
         trainable=trained,
@@ -166,10 +179,8 @@ def plan_memory(
         exchange=exchange,
         state=state,
         streamed=_streamed(trained / (1 if sharding == "none" else processes), state) if offload and device.type != "cpu" else 0,
-        activations=_activations(recipe, shape, _bytes_kept(recipe, shape, size, on_kernels, counts.adapted_inputs), micro_batch),
-        logits=0
-        if scalar
-        else 2 * 4 * CHUNK_LOGITS.get(device.type, 0) + (0 if recipe.lora else 4 * config.vocab_size * shape.hidden),
+        activations=_activations(recipe, shape, micro_batch, micro_batch * per_token + kept_copies),
+        logits=max(chunk, copies) + head_gradient,
         one_micro_batch=one_micro_batch,
         merged=merged_copies,
     )
@@ -255,11 +266,12 @@ def _bytes_kept(recipe: ModelSettings, shape: "_Shape", size: int, on_kernels: b
     return size * (12 * shape.hidden + 2 * shape.kv + 3 * shape.mlp) + in_fp32 + dropped
 
 
-def _activations(recipe: ModelSettings, shape: "_Shape", bytes_of_token: float, tokens: int) -> float:
+def _activations(recipe: ModelSettings, shape: "_Shape", tokens: int, of_layer: float) -> float:
+    """`of_layer`: bytes that a layer keeps."""
     wanted = recipe.gradient_checkpointing
     checkpointed = 0 if wanted is False or wanted == "auto" else shape.layers if wanted is True else min(wanted, shape.layers)
     # One recomputed layer is live at a time, after the layers that are not checkpointed have freed their activations.
-    return tokens * (checkpointed * 4 * shape.hidden + max(shape.layers - checkpointed, 1) * bytes_of_token)
+    return tokens * checkpointed * 4 * shape.hidden + max(shape.layers - checkpointed, 1) * of_layer
 
 
 def total_memory(device: torch.device) -> int:
@@ -311,6 +323,12 @@ def _shape(config: PretrainedConfig) -> _Shape:
     size = getattr(text, "head_dim", None) or hidden // heads
     mlp = getattr(text, "intermediate_size", None) or 4 * hidden
     return _Shape(text.num_hidden_layers, hidden, heads * size, kv_heads * size, mlp, text.model_type == "qwen3")
+
+
+def widest_activation(config: PretrainedConfig) -> int:
+    """Elements per token of the largest tensor in a layer: all queries, keys and values, or gate and up of the MLP."""
+    shape = _shape(config)
+    return max(shape.query + 2 * shape.kv, 2 * shape.mlp)
 
 
 def gigabytes(size: float) -> str:

@@ -24,6 +24,7 @@ from plaudit.models.sharded import is_sharded, shard_model
 from plaudit.models.trainable import TrainableModel, load_model
 from plaudit.preference.losses import answer_logprobs, measure
 from plaudit.recipe import DPORecipe
+from plaudit.recipe.training import micro_batch_tokens
 from plaudit.report.progress import print_line, show_progress
 from plaudit.types import Pair
 from plaudit.world import World
@@ -39,7 +40,7 @@ def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: TrainableMo
     if known is None:
         with _reference(recipe, policy, world) as model:
             chosen, rejected = measure(
-                model, pairs, answer_logprobs, recipe.train.tokens_per_micro_batch, world,
+                model, pairs, answer_logprobs, micro_batch_tokens(recipe.train.tokens_per_micro_batch), world,
                 lambda groups: show_progress(groups, "reference: batches"), share=recipe.train.share_prompts,
             )  # fmt: skip
         known = {"chosen": chosen, "rejected": rejected}

@@ -10,6 +10,7 @@ from plaudit.recipe.training import (
     ROUNDING,
     ClusterSettings,
     LastBatch,
+    MicroBatch,
     ModelSettings,
     OptimSettings,
     ReferenceSettings,
@@ -49,9 +50,9 @@ class PairTrainSettings(Section):
     last_batch: LastBatch = "keep"
     """What happens to the pairs that are left at the end of an epoch, fewer than pairs_per_step. keep: they and the first of the
     next epoch are a step; the run's last step may be short. drop: that epoch leaves them out (verl, TRL's GRPO)."""
-    tokens_per_micro_batch: PositiveInt = 16384
+    tokens_per_micro_batch: MicroBatch = "auto"
     """Tokens per forward pass, both answers included. Affects memory and speed, never the gradient. A longer pair is a micro-batch
-    by itself."""
+    by itself. auto: on a GPU as many as there is memory for, up to 65,536, decided when a run starts; 16,384 on a CPU."""
     share_prompts: bool = True
     """Compute the tokens with which both answers of a pair begin once, instead of twice. The same scores and gradients (up to the
     order of sums) in less time; off, for comparison."""

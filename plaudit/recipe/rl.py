@@ -31,6 +31,7 @@ from plaudit.recipe.training import (
     ClusterSettings,
     LastBatch,
     LoraSettings,
+    MicroBatch,
     ModelSettings,
     OptimSettings,
     Placement,
@@ -190,8 +191,9 @@ class RLTrainSettings(Section):
     last_batch: LastBatch = "keep"
     """What happens to the prompts that are left at the end of an epoch, fewer than prompts_per_step. keep: they and the first of
     the next epoch are a step; the run's last step may be short. drop: that epoch leaves them out (verl, TRL's GRPO)."""
-    tokens_per_micro_batch: PositiveInt = 16384
-    """Tokens per forward pass. Affects memory and speed, never the gradient. A longer sequence is a micro-batch by itself."""
+    tokens_per_micro_batch: MicroBatch = "auto"
+    """Tokens per forward pass. Affects memory and speed, never the gradient. A longer sequence is a micro-batch by itself. auto:
+    on a GPU as many as there is memory for, up to 65,536, decided when a run starts; 16,384 on a CPU."""
     share_prompts: bool = True
     """Compute the tokens of a prompt once for all its samples in a micro-batch, instead of once for each. The same log-probs and
     gradients (up to the order of sums) in less time; off, for comparison."""

@@ -5,7 +5,16 @@ from typing import ClassVar, Literal
 from pydantic import NonNegativeInt, PositiveInt, field_validator
 
 from plaudit.recipe.section import Files, OptionalFiles, Section, require_files
-from plaudit.recipe.training import ANY_RESUME, ROUNDING, ClusterSettings, LastBatch, ModelSettings, OptimSettings, RunSettings
+from plaudit.recipe.training import (
+    ANY_RESUME,
+    ROUNDING,
+    ClusterSettings,
+    LastBatch,
+    MicroBatch,
+    ModelSettings,
+    OptimSettings,
+    RunSettings,
+)
 
 
 class SFTDataSettings(Section):
@@ -34,8 +43,9 @@ class SFTTrainSettings(Section):
     last_batch: LastBatch = "keep"
     """What happens to the rows that are left at the end of an epoch, fewer than rows_per_step. keep: they and the first of the
     next epoch are a step; the run's last step may be short. drop: that epoch leaves them out (verl, TRL's GRPO)."""
-    tokens_per_micro_batch: PositiveInt = 16384
-    """Tokens per forward pass. Affects memory and speed, never the gradient. A longer row is a micro-batch by itself."""
+    tokens_per_micro_batch: MicroBatch = "auto"
+    """Tokens per forward pass. Affects memory and speed, never the gradient. A longer row is a micro-batch by itself. auto: on a
+    GPU as many as there is memory for, up to 65,536, decided when a run starts; 16,384 on a CPU."""
     max_skipped_steps: NonNegativeInt = 10
     """Steps with a non-finite loss or gradient are skipped; more of them than this stop the run."""
 

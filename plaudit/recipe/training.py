@@ -15,6 +15,12 @@ def _require_layers(value: Any) -> Any:
     return value
 
 
+def _require_tokens(value: Any) -> Any:
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"should be a number of tokens, or auto, not {json.dumps(value)}")
+    return value
+
+
 def _require_count(value: Any) -> Any:
     if value != "all" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"should be a number of GPUs, or all, not {json.dumps(value)}")
@@ -34,8 +40,18 @@ def _require_number_of_steps(value: Any) -> Any:
 
 
 Checkpointing = Annotated[bool | PositiveInt | Literal["auto"], BeforeValidator(_require_layers)]
+MicroBatch = Annotated[PositiveInt | Literal["auto"], BeforeValidator(_require_tokens)]
 Placement = Literal["resident", "offload"]
 LastBatch = Literal["keep", "drop"]
+
+
+USUAL_MICRO_BATCH = 16384
+"""Tokens: what `auto` stands for on a CPU."""
+
+
+def micro_batch_tokens(setting: int | Literal["auto"]) -> int:
+    """Tokens per micro-batch. `auto` is resolved before training (train/auto.py)."""
+    return USUAL_MICRO_BATCH if setting == "auto" else setting
 
 
 class LoraSettings(Section):

@@ -27,6 +27,7 @@ from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.models.weights import OffloadedModule, has_device_memory
 from plaudit.objectives.advantages import StepRewards
 from plaudit.recipe import RLRecipe
+from plaudit.recipe.training import micro_batch_tokens
 from plaudit.rl.estimators import estimate_advantages, token_rewards
 from plaudit.rl.experience import PackedSequences, StepSamples, Update, make_update, update_schedule
 from plaudit.rl.kl_penalty import KLPenalty
@@ -134,7 +135,7 @@ class Learner:
 
     def _packed(self, sequences: Sequence[Example]) -> PackedSequences:
         train = self.recipe.train
-        return PackedSequences(sequences, train.tokens_per_micro_batch, self.world, share=train.share_prompts)
+        return PackedSequences(sequences, micro_batch_tokens(train.tokens_per_micro_batch), self.world, share=train.share_prompts)
 
     def _frozen(self, step: int) -> bool:
         """Whether only the critic is trained in this step."""

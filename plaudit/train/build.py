@@ -1,7 +1,7 @@
 """From a recipe and the lengths of its rows to a trainer.
 
 In three steps, so that a loop may use the model before its optimiser takes most of the memory (DPO's reference): what the processes
-divide and which layers are checkpointed; the model on its device; the trainer.
+divide, micro-batches and checkpointed layers; the model on its device; the trainer.
 """
 
 from typing import TypeVar
@@ -10,7 +10,8 @@ from plaudit.models.memory import Sharding
 from plaudit.models.sharded import shard_model
 from plaudit.models.trainable import TrainableModel
 from plaudit.recipe import TrainingRecipe
-from plaudit.train.memory_plan import Lengths, Trained, agreed_sharding, resolve_checkpointing
+from plaudit.train.auto import agreed_micro_batch, agreed_sharding, resolve_auto
+from plaudit.train.memory_plan import Lengths, Trained
 from plaudit.train.processes import Processes
 from plaudit.train.trainer import Trainer
 from plaudit.world import World
@@ -18,10 +19,17 @@ from plaudit.world import World
 Model = TypeVar("Model", bound=TrainableModel)
 
 
-def plan_training(recipe: Trained, lengths: Lengths, world: World) -> tuple[Trained, Sharding]:
-    """The recipe with `auto` resolved, and what the world's processes divide. The same in all of them."""
+def plan_training(
+    recipe: Trained, lengths: Lengths, world: World, recorded_micro_batch: int | None = None
+) -> tuple[Trained, Sharding, int]:
+    """The recipe with `auto` resolved, what the world's processes divide, and tokens per micro-batch. The same in all of them.
+    `recorded_micro_batch`: what a run that is resumed was started with."""
     sharding = agreed_sharding(recipe, lengths, world)
-    return resolve_checkpointing(recipe, lengths, processes=Processes(world.size, sharding)), sharding
+    micro_batch = recipe.train.tokens_per_micro_batch
+    if micro_batch == "auto":
+        micro_batch = agreed_micro_batch(recipe, lengths, world, sharding, recorded_micro_batch)
+    resolved = resolve_auto(recipe, lengths, processes=Processes(world.size, sharding), micro_batch=micro_batch)
+    return resolved, sharding, micro_batch
 
 
 def divide(trained: Model, sharding: Sharding, world: World) -> Model:

@@ -11,7 +11,8 @@ from plaudit.models.memory import PHASES, SAFE_SHARE, Sharding, plan_cache
 from plaudit.models.shapes import QWEN, write_shape
 from plaudit.models.trainable import resolve_dtype
 from plaudit.recipe import PreferenceRecipe, RLRecipe, TrainingRecipe
-from plaudit.train.memory_plan import Lengths, fits, plan_critic, plan_devices, plan_policy, resolve_sharding
+from plaudit.train.auto import fits, resolve_sharding
+from plaudit.train.memory_plan import Lengths, plan_critic, plan_devices, plan_policy
 from plaudit.train.processes import Processes
 
 MOST_TOKENS = 2**24

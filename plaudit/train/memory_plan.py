@@ -1,34 +1,29 @@
 """Memory needed on each device, phase by phase, from the recipe alone: policy, critic, reference and reward models.
 
-The doctor prints it; training uses it to decide how many layers to checkpoint, and what several processes divide among themselves.
+The doctor prints it; training decides by it what `auto` stands for (auto.py).
 """
 
 import math
 import re
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from heapq import nlargest
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from plaudit.data.pack import KEYS_PER_TOKEN
 from plaudit.errors import PlauditError
-from plaudit.models.devices import resolve_device
 from plaudit.models.folder import context_tokens, read_config
 from plaudit.models.memory import (
     PHASES,
     RUNTIME,
-    SAFE_SHARE,
     Budget,
     MemoryPlan,
     Need,
     Phase,
-    Sharding,
-    gigabytes,
     plan_cache,
     plan_memory,
     plan_reward_model,
@@ -48,11 +43,10 @@ from plaudit.recipe import (
 )
 from plaudit.recipe.reward_models import EmbeddingModel
 from plaudit.recipe.rollout import SERVED_ENGINES, EngineServerSettings
-from plaudit.report.progress import print_line
+from plaudit.recipe.training import micro_batch_tokens
 from plaudit.rewards.judges.model_rewards import ModelReward, find_all_model_rewards
 from plaudit.rollout.engine import MAX_SEQUENCES, PREFILL_TOKENS
 from plaudit.train.processes import ALONE, Processes
-from plaudit.world import World
 
 RESIDENT, SERVER = ": weights, resident", ": server"
 SERVER_SHARES = {"vllm": 0.9, "sglang": 0.88}
@@ -136,21 +130,37 @@ class UpdateSize(NamedTuple):
     """Tokens of the largest micro-batch."""
     one_micro_batch: bool
     """Whether it holds an entire update."""
+    keys: int
+    """Of its sequences at most, if they share prompts: those of shared tokens are copied for each of them. 0 if they do not."""
 
 
 def update_size(recipe: TrainingRecipe, lengths: Lengths = None) -> UpdateSize:
     """A micro-batch is a full one, or a sequence that is longer and gets its own, but never more than an update."""
+    update = update_tokens(recipe, lengths)
+    limit = max(micro_batch_tokens(recipe.train.tokens_per_micro_batch), update.longest)
+    micro_batch, keys = min(limit, update.together), 0
+    if not isinstance(recipe, SFTRecipe) and recipe.train.share_prompts:
+        sharing = recipe.rollout.n if isinstance(recipe, RLRecipe) else 2
+        keys = min(update.together, min(sharing, KEYS_PER_TOKEN) * micro_batch) if sharing > 1 else 0
+    return UpdateSize(micro_batch, update.together <= limit, keys)
+
+
+class UpdateTokens(NamedTuple):
+    together: int
+    """Of the longest sequences that an update may have."""
+    longest: int
+    """Of one sequence, or pair."""
+
+
+def update_tokens(recipe: TrainingRecipe, lengths: Lengths = None) -> UpdateTokens:
     if isinstance(recipe, RLRecipe):
         rows, new = recipe.train.prompts_per_update or recipe.train.prompts_per_step, recipe.rollout.max_new_tokens
         together, longest = _longest(lengths, rows, recipe.data.max_prompt_tokens)
-        together, longest = recipe.rollout.n * (together + rows * new), longest + new
-    elif isinstance(recipe, PreferenceRecipe):
-        together, longest = _longest(lengths, recipe.train.pairs_per_step, 2 * recipe.data.max_tokens)
-    else:
-        assert isinstance(recipe, SFTRecipe)
-        together, longest = _longest(lengths, recipe.train.rows_per_step, recipe.data.max_tokens)
-    limit = max(recipe.train.tokens_per_micro_batch, longest)
-    return UpdateSize(min(limit, together), together <= limit)
+        return UpdateTokens(recipe.rollout.n * (together + rows * new), longest + new)
+    if isinstance(recipe, PreferenceRecipe):
+        return UpdateTokens(*_longest(lengths, recipe.train.pairs_per_step, 2 * recipe.data.max_tokens))
+    assert isinstance(recipe, SFTRecipe)
+    return UpdateTokens(*_longest(lengths, recipe.train.rows_per_step, recipe.data.max_tokens))
 
 
 def _longest(lengths: Lengths, rows: int, limit: int) -> tuple[int, int]:
@@ -169,93 +179,6 @@ def local_reward_models(recipe: Recipe) -> list[tuple[str, ModelReward]]:
         key = reward.model, reward.scalar
         found[key] = (f"{found[key][0]}, {name}", found[key][1]) if key in found else (name, reward)
     return list(found.values())
-
-
-# Sharding -------------------------------------------------------------------------------------------------------------
-
-
-def choose_sharding(recipe: TrainingRecipe, lengths: Lengths, size: int, memory: float | None = None) -> Sharding:
-    """What `size` processes divide among themselves. `memory`: of a GPU, or of all processes of a CPU together; None: what this
-    machine has."""
-    if memory is not None and resolve_device(recipe.run.device).type == "cpu":
-        memory /= size
-    return resolve_sharding(recipe, lengths, Processes(size, memory=memory))
-
-
-def agreed_sharding(recipe: TrainingRecipe, lengths: Lengths, world: World) -> Sharding:
-    """What the processes of a world divide: the same in all of them, even if their devices differ."""
-    return world.agree(choose_sharding(recipe, lengths, world.size), "what to divide") if world.is_joined else "none"
-
-
-def resolve_sharding(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> Sharding:
-    """`auto`: the optimiser's state if that is enough, else the weights too, which costs time in every pass."""
-    if processes.size == 1:
-        return "none"
-    if recipe.cluster.sharding != "auto":
-        return recipe.cluster.sharding
-    return "optimiser" if fits(recipe, lengths, replace(processes, sharding="optimiser")) else "full"
-
-
-def fits(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> bool:
-    """Whether all that a process needs at least is safely within its device's memory, in every phase."""
-    resolved = resolve_checkpointing(recipe, lengths, lambda line: None, processes)
-    budget = plan_devices(resolved, lengths, processes)[processes.device(recipe.run.device).type]
-    return max(budget.at(phase, fixed_only=True) for phase in PHASES) <= SAFE_SHARE * budget.available
-
-
-# Gradient checkpointing -----------------------------------------------------------------------------------------------
-
-
-def resolve_checkpointing(
-    recipe: Trained, lengths: Lengths = None, report: Callable[[str], object] = print_line, processes: Processes = ALONE
-) -> Trained:
-    """Replace `auto` in the recipe by the fewest layers with which training fits; `report` receives a line with the reason."""
-    critic = recipe.critic if isinstance(recipe, RLRecipe) else None
-    if critic is not None and critic.gradient_checkpointing == "auto":
-        assert isinstance(recipe, RLRecipe)
-        model = critic.model(recipe.model)
-        read_config(model.path, trust_remote_code=model.trust_remote_code)  # reports what is wrong with the folder
-        layers = plan_critic(recipe, processes=processes).layers
-        # Each is resolved while the other takes as little as it can: their updates alternate.
-        with_critic = _resolve_model(_checkpointing(recipe, "critic", layers), lengths, report, processes)
-        resolved = _checkpointing(recipe, "model", with_critic.model.gradient_checkpointing)
-        return _resolve(resolved, "critic", layers, lengths, report, processes)
-    return _resolve_model(recipe, lengths, report, processes)
-
-
-def _resolve_model(recipe: Trained, lengths: Lengths, report: Callable[[str], object], processes: Processes) -> Trained:
-    if recipe.model.gradient_checkpointing != "auto":
-        return recipe
-    layers = plan_policy(recipe, processes=processes).layers
-    return _resolve(recipe, "model", layers, lengths, report, processes)
-
-
-def _resolve(
-    recipe: Trained, section: str, layers: int, lengths: Lengths, report: Callable[[str], object], processes: Processes
-) -> Trained:
-    device = processes.device(recipe.run.device).type
-
-    def budget(count: int) -> Budget:
-        return plan_devices(_checkpointing(recipe, section, count), lengths, processes)[device]
-
-    def fits(count: int) -> bool:
-        planned = budget(count)
-        return planned.at("training", fixed_only=True) <= SAFE_SHARE * planned.available
-
-    count = bisect_left(range(layers), True, key=fits)
-    resolved = budget(count)
-    offload = ", or set optim.placement=offload" if device != "cpu" and recipe.optim.placement == "resident" else ""
-    but = "" if count < layers or fits(count) else f", which may be too much: lower train.tokens_per_micro_batch{offload}"
-    report(
-        f"{section}.gradient_checkpointing: {count or 'none'} of {layers} layers, with which training takes about "
-        f"{gigabytes(resolved.at('training', fixed_only=True))} of {gigabytes(resolved.available)}{but}"
-    )
-    return _checkpointing(recipe, section, count)
-
-
-def _checkpointing(recipe: Trained, section: str, layers: int | str) -> Trained:
-    settings = getattr(recipe, section).model_copy(update={"gradient_checkpointing": layers or False})
-    return recipe.model_copy(update={section: settings})
 
 
 # Components and their needs -------------------------------------------------------------------------------------------

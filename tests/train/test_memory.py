@@ -29,8 +29,9 @@ from plaudit.models.weights import OffloadedModule
 from plaudit.recipe import LoraSettings, ModelSettings, OptimSettings
 from plaudit.rl import learner
 from plaudit.rollout.native.engine import NativeEngine
-from plaudit.train import memory_plan, offload, optimiser, processes
-from plaudit.train.memory_plan import plan_devices, resolve_checkpointing, update_size
+from plaudit.train import offload, optimiser, processes
+from plaudit.train.auto import resolve_checkpointing
+from plaudit.train.memory_plan import plan_devices, update_size
 from plaudit.train.offload import HostState
 from plaudit.train.optimiser import Optimiser
 from plaudit.train.processes import Processes
@@ -397,10 +398,10 @@ def test_merged_weights_are_not_on_disk(seven_billion, rows_file, tmp_path):
 
 
 def test_a_plan_counts_no_more_tokens_than_an_update_has(large, rows_file, tmp_path, ppo):
-    def sft(rows: int, lengths: list[int] | None) -> memory_plan.UpdateSize:
+    def sft(rows: int, lengths: list[int] | None) -> tuple[int, bool]:
         tree = sft_recipe(large, rows_file, tmp_path / "run", train={"rows_per_step": rows, "tokens_per_micro_batch": 1000})
         tree["data"]["max_tokens"] = 300
-        return update_size(load_recipe(write_recipe(tmp_path / "sft.yaml", {"stage": "sft", **tree})).recipe, lengths)
+        return update_size(load_recipe(write_recipe(tmp_path / "sft.yaml", {"stage": "sft", **tree})).recipe, lengths)[:2]
 
     assert sft(8, None) == (1000, False)
     assert sft(2, None) == (600, True), "unknown lengths may be as long as allowed"
@@ -411,7 +412,7 @@ def test_a_plan_counts_no_more_tokens_than_an_update_has(large, rows_file, tmp_p
     train = {"prompts_per_step": 4, "prompts_per_update": 2, "tokens_per_micro_batch": 1000}
     sections: dict[str, Any] = {"train": train, "rollout": {"n": 3, "max_new_tokens": 10}}
     recipe = load_recipe(ppo("plan", model={"path": str(large)}, **sections)).recipe
-    assert update_size(recipe, [20, 30, 40]) == (3 * (30 + 40 + 2 * 10), True)
+    assert update_size(recipe, [20, 30, 40])[:2] == (3 * (30 + 40 + 2 * 10), True)
 
 
 def test_auto_is_resolved_for_policy_and_critic(large, ppo, monkeypatch):

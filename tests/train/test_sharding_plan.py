@@ -12,7 +12,8 @@ from plaudit.config import load as load_recipe
 from plaudit.models.memory import CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT, PHASES, MemoryPlan, plan_memory
 from plaudit.recipe import ModelSettings
 from plaudit.train import processes
-from plaudit.train.memory_plan import choose_sharding, fits, plan_devices, resolve_checkpointing
+from plaudit.train.auto import choose_sharding, fits, resolve_checkpointing
+from plaudit.train.memory_plan import plan_devices
 from plaudit.train.processes import Processes
 from support.recipes import rl_recipe, sft_recipe, write_recipe
 

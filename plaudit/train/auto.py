@@ -1,0 +1,228 @@
+"""What `auto` stands for, by the memory plan: what processes divide, tokens per micro-batch, checkpointed layers.
+
+Decided in this order, each with the ones before it. What a run uses is printed when it starts and recorded in its run.json.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from plaudit.errors import PlauditError
+from plaudit.models.devices import resolve_device
+from plaudit.models.folder import read_config
+from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, Sharding, gigabytes, widest_activation
+from plaudit.recipe import RLRecipe, TrainingRecipe
+from plaudit.recipe.training import USUAL_MICRO_BATCH
+from plaudit.report.progress import print_line
+from plaudit.train.memory_plan import Lengths, Trained, plan_critic, plan_devices, plan_policy, update_tokens
+from plaudit.train.processes import ALONE, Processes
+from plaudit.world import World
+
+Report = Callable[[str], object]
+"""Receives a line with a decision and its reason."""
+
+LARGEST_MICRO_BATCH = 65_536
+"""Tokens. Enough that a GPU does not wait for Python even at 0.5B, where a micro-batch of 16,384 takes 0.12 s of kernels and about
+as long to launch (bench/README.md); and no more sequences, each with a token of its own at least, than a kernel's grid has room for
+in its second dimension (65,535)."""
+SMALLEST_MICRO_BATCH = 2_048
+SMALLEST_BEFORE_RECOMPUTING = 4_096
+"""Down to here, smaller micro-batches cost less than recomputing, which takes up to a third more time: each reads all weights and
+adds to all gradients, 12 bytes per parameter against 6 × 4,096 operations, which take a GPU at least ten times as long. Below,
+passes are too short to keep it busy."""
+MICRO_BATCHES = [LARGEST_MICRO_BATCH >> halved for halved in range(6)]
+ROOMY_SHARE = 0.75
+"""Share of a GPU's memory that larger micro-batches than usual may fill. Torch reserves up to 1/0.84 of what was planned
+(bench/README.md), and so stays within SAFE_SHARE."""
+MOST_ELEMENTS = 2**31 - 1
+"""Of a tensor: libraries compute offsets in 32 bits here and there."""
+
+
+def resolve_auto(
+    recipe: Trained,
+    lengths: Lengths = None,
+    report: Report = print_line,
+    processes: Processes = ALONE,
+    *,
+    micro_batch: int | None = None,
+) -> Trained:
+    """The recipe with tokens per micro-batch and layers to checkpoint instead of `auto`. `micro_batch`: what to use if the recipe
+    gives no number, since the run or another process has decided; None: what fits here."""
+    return resolve_checkpointing(resolve_micro_batch(recipe, lengths, report, processes, micro_batch), lengths, report, processes)
+
+
+def _in_silence(line: str) -> None:
+    pass
+
+
+# Sharding -------------------------------------------------------------------------------------------------------------
+
+
+def choose_sharding(recipe: TrainingRecipe, lengths: Lengths, size: int, memory: float | None = None) -> Sharding:
+    """What `size` processes divide among themselves. `memory`: of a GPU, or of all processes of a CPU together; None: what this
+    machine has."""
+    if memory is not None and resolve_device(recipe.run.device).type == "cpu":
+        memory /= size
+    return resolve_sharding(recipe, lengths, Processes(size, memory=memory))
+
+
+def agreed_sharding(recipe: TrainingRecipe, lengths: Lengths, world: World) -> Sharding:
+    """What the processes of a world divide: the same in all of them, even if their devices differ."""
+    return world.agree(choose_sharding(recipe, lengths, world.size), "what to divide") if world.is_joined else "none"
+
+
+def resolve_sharding(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> Sharding:
+    """`auto`: the optimiser's state if that is enough, else the weights too, which costs time in every pass."""
+    if processes.size == 1:
+        return "none"
+    if recipe.cluster.sharding != "auto":
+        return recipe.cluster.sharding
+    return "optimiser" if fits(recipe, lengths, replace(processes, sharding="optimiser")) else "full"
+
+
+def fits(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> bool:
+    """Whether all that a process needs at least is safely within its device's memory, in every phase."""
+    resolved = resolve_auto(recipe, lengths, _in_silence, processes)
+    budget = plan_devices(resolved, lengths, processes)[processes.device(recipe.run.device).type]
+    return max(budget.at(phase, fixed_only=True) for phase in PHASES) <= SAFE_SHARE * budget.available
+
+
+# Tokens per micro-batch -----------------------------------------------------------------------------------------------
+
+
+def agreed_micro_batch(recipe: TrainingRecipe, lengths: Lengths, world: World, sharding: Sharding, recorded: int | None) -> int:
+    """What `auto` stands for in all processes of a world: the number that the run has `recorded`, which its leading process knows;
+    or the smallest of theirs, should their devices differ."""
+    known = world.agree(recorded, "tokens per micro-batch of this run")
+    if known is not None:
+        return known
+    return min(world.gather(choose_micro_batch(recipe, lengths, Processes(world.size, sharding)), "tokens per micro-batch"))
+
+
+def resolve_micro_batch(
+    recipe: Trained, lengths: Lengths, report: Report, processes: Processes, chosen: int | None = None
+) -> Trained:
+    if recipe.train.tokens_per_micro_batch != "auto":
+        return recipe
+    tokens = choose_micro_batch(recipe, lengths, processes) if chosen is None else chosen
+    resolved = _with_micro_batch(recipe, tokens)
+    if processes.device(recipe.run.device).type == "cuda":  # a CPU has no choice to report
+        with suppress(*UNPLANNABLE):
+            report(f"train.tokens_per_micro_batch: {tokens:,}{_describe_fit(resolved, lengths, processes)}")
+    return resolved
+
+
+UNPLANNABLE = PlauditError, OSError, ValueError, AttributeError
+"""A model whose config a plan cannot read may still be trained, or has a better message when it is loaded."""
+
+
+def choose_micro_batch(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> int:
+    """On a GPU the largest number with which training fits without recomputing anything: with room to spare if that is more than
+    usual, down to SMALLEST_BEFORE_RECOMPUTING if it is less. Only then layers are checkpointed, if the recipe leaves that open too.
+    Sharded weights are gathered for every micro-batch: there, layers are checkpointed before micro-batches get smaller than usual.
+    On a CPU, or if the memory is not known: as usual."""
+    device = processes.device(recipe.run.device).type
+    if device != "cuda" or not math.isfinite(processes.available(device, device)):
+        return USUAL_MICRO_BATCH
+    with suppress(*UNPLANNABLE):
+        sizes = _possible_sizes(recipe, lengths, processes)
+        critic = recipe.critic if isinstance(recipe, RLRecipe) else None
+        recomputes = "auto" in (recipe.model.gradient_checkpointing, critic and critic.gradient_checkpointing)
+        least = USUAL_MICRO_BATCH if processes.sharding == "full" else SMALLEST_BEFORE_RECOMPUTING
+        least = max(least if recomputes else SMALLEST_MICRO_BATCH, sizes[-1])
+        for size in (size for size in sizes if size >= least):
+            share = ROOMY_SHARE if size > USUAL_MICRO_BATCH else SAFE_SHARE
+            if _trains_within(share, _with_micro_batch(recipe, size), lengths, processes):
+                return size
+        for size in (size for size in sizes if size <= least):
+            candidate = resolve_checkpointing(_with_micro_batch(recipe, size), lengths, _in_silence, processes)
+            if _trains_within(SAFE_SHARE, candidate, lengths, processes):
+                return size
+        return sizes[-1]
+    return USUAL_MICRO_BATCH
+
+
+def _possible_sizes(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> list[int]:
+    """The largest first. None that is more than twice what an update has (for each process), nor less than half of the longest
+    sequence, which takes the memory of a micro-batch in any case."""
+    config = read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    most = MOST_ELEMENTS // widest_activation(config)
+    update = update_tokens(recipe, lengths)
+    needed = max(USUAL_MICRO_BATCH, math.ceil(update.together / processes.size))
+    sizes = [size for size in MICRO_BATCHES if size <= most and size < 2 * needed] or [SMALLEST_MICRO_BATCH]
+    return [size for size in sizes if 2 * size > update.longest] or sizes[:1]
+
+
+def _with_micro_batch(recipe: Trained, tokens: int) -> Trained:
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"tokens_per_micro_batch": tokens})})
+
+
+def _trains_within(share: float, recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> bool:
+    budget = plan_devices(recipe, lengths, processes)[processes.device(recipe.run.device).type]
+    return budget.at("training", fixed_only=True) <= share * budget.available
+
+
+def _describe_fit(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> str:
+    resolved = resolve_checkpointing(recipe, lengths, _in_silence, processes)
+    budget = plan_devices(resolved, lengths, processes)[processes.device(recipe.run.device).type]
+    text = f", with which training takes about {gigabytes(budget.at('training', fixed_only=True))} of {gigabytes(budget.available)}"
+    if _trains_within(SAFE_SHARE, resolved, lengths, processes):
+        return text
+    savers = ["model.gradient_checkpointing=auto"] if recipe.model.gradient_checkpointing is False else []
+    savers += ["optim.placement=offload"] if recipe.optim.placement == "resident" else []
+    return f"{text}, which may be too much: {' or '.join(f'set {saver}' for saver in savers) or 'use a smaller number'}"
+
+
+# Gradient checkpointing -----------------------------------------------------------------------------------------------
+
+
+def resolve_checkpointing(
+    recipe: Trained, lengths: Lengths = None, report: Report = print_line, processes: Processes = ALONE
+) -> Trained:
+    """Replace `auto` in the recipe by the fewest layers with which training fits; `report` receives a line with the reason."""
+    critic = recipe.critic if isinstance(recipe, RLRecipe) else None
+    if critic is not None and critic.gradient_checkpointing == "auto":
+        assert isinstance(recipe, RLRecipe)
+        model = critic.model(recipe.model)
+        read_config(model.path, trust_remote_code=model.trust_remote_code)  # reports what is wrong with the folder
+        layers = plan_critic(recipe, processes=processes).layers
+        # Each is resolved while the other takes as little as it can: their updates alternate.
+        with_critic = _resolve_model(_checkpointing(recipe, "critic", layers), lengths, report, processes)
+        resolved = _checkpointing(recipe, "model", with_critic.model.gradient_checkpointing)
+        return _resolve(resolved, "critic", layers, lengths, report, processes)
+    return _resolve_model(recipe, lengths, report, processes)
+
+
+def _resolve_model(recipe: Trained, lengths: Lengths, report: Report, processes: Processes) -> Trained:
+    if recipe.model.gradient_checkpointing != "auto":
+        return recipe
+    layers = plan_policy(recipe, processes=processes).layers
+    return _resolve(recipe, "model", layers, lengths, report, processes)
+
+
+def _resolve(recipe: Trained, section: str, layers: int, lengths: Lengths, report: Report, processes: Processes) -> Trained:
+    device = processes.device(recipe.run.device).type
+
+    def budget(count: int) -> Budget:
+        return plan_devices(_checkpointing(recipe, section, count), lengths, processes)[device]
+
+    def fits(count: int) -> bool:
+        planned = budget(count)
+        return planned.at("training", fixed_only=True) <= SAFE_SHARE * planned.available
+
+    count = bisect_left(range(layers), True, key=fits)
+    resolved = budget(count)
+    offload = ", or set optim.placement=offload" if device != "cpu" and recipe.optim.placement == "resident" else ""
+    but = "" if count < layers or fits(count) else f", which may be too much: lower train.tokens_per_micro_batch{offload}"
+    report(
+        f"{section}.gradient_checkpointing: {count or 'none'} of {layers} layers, with which training takes about "
+        f"{gigabytes(resolved.at('training', fixed_only=True))} of {gigabytes(resolved.available)}{but}"
+    )
+    return _checkpointing(recipe, section, count)
+
+
+def _checkpointing(recipe: Trained, section: str, layers: int | str) -> Trained:
+    settings = getattr(recipe, section).model_copy(update={"gradient_checkpointing": layers or False})
+    return recipe.model_copy(update={section: settings})
