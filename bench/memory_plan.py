@@ -100,6 +100,7 @@ def run_one(recipe: Path) -> None:
     budget = plan_devices(resolved, lengths)[device]
     result: dict[str, Any] = {
         "planned": budget.at(budget.peak), "phase": budget.peak, "checkpointed": resolved.model.gradient_checkpointing,
+        "micro_batch": resolved.train.tokens_per_micro_batch,
         "needs": {need.name: need.fixed + need.elastic for need in budget.needs if budget.peak in need.phases},
     }  # fmt: skip
     print(json.dumps(result), flush=True)
@@ -176,7 +177,8 @@ def main() -> None:
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
-    print("| run | layers checkpointed | planned GB | peak GB | plan / peak | |\n| --- | --- | --- | --- | --- | --- |", flush=True)
+    print("| run | tokens per micro-batch | layers checkpointed | planned GB | peak GB | plan / peak | |", flush=True)
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     good, models = True, {}
     for name, (size, case) in CASES[given.device].items():
         if given.only and not name.startswith(given.only):
@@ -200,14 +202,15 @@ def main() -> None:
             sys.exit(f"{name} failed:\n{done.stdout[-3000:]}")
         result = found[-1]
         used, planned = result["used"], result["planned"]
+        settings = f"{result['micro_batch']:,} | {result['checkpointed']}"
         if used is None:
-            print(f"| {name} | {result['checkpointed']} | {planned / 1e9:.1f} | out of memory | | ✗ |", flush=True)
+            print(f"| {name} | {settings} | {planned / 1e9:.1f} | out of memory | | ✗ |", flush=True)
             good = False
             continue
         fits = abs(planned / used - 1) <= TOLERANCE
         good &= fits
         sizes = f"{planned / 1e9:.2f} | {used / 1e9:.2f} | {planned / used:.2f}"
-        print(f"| {name} | {result['checkpointed']} | {sizes} | {'✓' if fits else '✗'} |", flush=True)
+        print(f"| {name} | {settings} | {sizes} | {'✓' if fits else '✗'} |", flush=True)
         if given.verbose:
             print(
                 f"    while {result['phase']}:", {need: round(size / 1e9, 2) for need, size in result["needs"].items()}, flush=True

@@ -13,8 +13,8 @@
     shared keys   U · b · (4 k + 2 q)                     U keys of sequences that share prompts: copies for one layer at a time,
                                                           and their gradients, which flash attention has for every query head
                   outside that kernel                     (U − T) · L · 2 k · b: layers keep them
-    logits        C · (4 + 2 b)                           the chunk C that models/logprobs.py computes at a time, in fp32, with its
-                                                          gradients and the last chunk's; and the head's gradient
+    logits        the chunk that models/logprobs.py computes at a time, twice in fp32 (in bf16: with its gradient and the last
+                  one's; in fp32 on a GPU, three times), and the head's gradient
                   Of a layer's copies and a chunk of logits, the larger counts: one is freed before the other is there.
                   The gradients of an update that is one micro-batch appear as its activations go: the larger of the two counts.
     sampling      12 S · V + T · b · (6 h + 2 k + 3 f)    S sequences at a time, V words, T tokens of a pass over prompts;
@@ -166,7 +166,8 @@ def plan_memory(
     in_kernel = half and device.type == "cuda"  # attention, which then keeps no copied keys
     kept_copies = 0 if in_kernel else max(keys - micro_batch, 0) * 2 * shape.kv * size
     copies = keys * size * (4 * shape.kv + (2 * shape.query if shape.query > shape.kv else 0)) if in_kernel else 0
-    chunk = 0 if scalar else (4 + 2 * size) * CHUNK_LOGITS.get(device.type, 0)
+    times = 3 if device.type == "cuda" and not half else 2
+    chunk = 0 if scalar else times * 4 * CHUNK_LOGITS.get(device.type, 0)
     head_gradient = 0 if scalar or recipe.lora else 4 * config.vocab_size * shape.hidden
     per_token = _bytes_kept(recipe, shape, size, on_kernels, counts.adapted_inputs)
     return MemoryPlan(

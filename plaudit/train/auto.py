@@ -24,9 +24,9 @@ Report = Callable[[str], object]
 """Receives a line with a decision and its reason."""
 
 LARGEST_MICRO_BATCH = 65_536
-"""Tokens. Enough that a GPU does not wait for Python even at 0.5B, where a micro-batch of 16,384 takes 0.12 s of kernels and about
-as long to launch (bench/README.md); and no more sequences, each with a token of its own at least, than a kernel's grid has room for
-in its second dimension (65,535)."""
+"""Tokens. Four times the work for as many launches of those 16,384 with which a GPU just waits for Python at 0.5B, the smallest common
+size (bench/README.md); and no more sequences, each with a token of its own at least, than a kernel's grid has room for in its second
+dimension (65,535)."""
 SMALLEST_MICRO_BATCH = 2_048
 SMALLEST_BEFORE_RECOMPUTING = 4_096
 """Down to here, smaller micro-batches cost less than recomputing, which takes up to a third more time: each reads all weights and
@@ -170,9 +170,10 @@ def _describe_fit(recipe: TrainingRecipe, lengths: Lengths, processes: Processes
     text = f", with which training takes about {gigabytes(budget.at('training', fixed_only=True))} of {gigabytes(budget.available)}"
     if _trains_within(SAFE_SHARE, resolved, lengths, processes):
         return text
-    savers = ["model.gradient_checkpointing=auto"] if recipe.model.gradient_checkpointing is False else []
-    savers += ["optim.placement=offload"] if recipe.optim.placement == "resident" else []
-    return f"{text}, which may be too much: {' or '.join(f'set {saver}' for saver in savers) or 'use a smaller number'}"
+    savers = ["set model.gradient_checkpointing=auto"] if recipe.model.gradient_checkpointing is False else []
+    savers += ["set optim.placement=offload"] if recipe.optim.placement == "resident" else []
+    savers += ["use model.lora" if recipe.model.lora is None else "choose a smaller model"]
+    return f"{text}, which may be too much: {' or '.join(savers)}"
 
 
 # Gradient checkpointing -----------------------------------------------------------------------------------------------

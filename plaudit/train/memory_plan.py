@@ -136,13 +136,13 @@ class UpdateSize(NamedTuple):
 
 def update_size(recipe: TrainingRecipe, lengths: Lengths = None) -> UpdateSize:
     """A micro-batch is a full one, or a sequence that is longer and gets its own, but never more than an update."""
-    update = update_tokens(recipe, lengths)
-    limit = max(micro_batch_tokens(recipe.train.tokens_per_micro_batch), update.longest)
-    micro_batch, keys = min(limit, update.together), 0
+    update, budget, keys = update_tokens(recipe, lengths), micro_batch_tokens(recipe.train.tokens_per_micro_batch), 0
+    limit = max(budget, update.longest)
     if not isinstance(recipe, SFTRecipe) and recipe.train.share_prompts:
-        sharing = recipe.rollout.n if isinstance(recipe, RLRecipe) else 2
-        keys = min(update.together, min(sharing, KEYS_PER_TOKEN) * micro_batch) if sharing > 1 else 0
-    return UpdateSize(micro_batch, update.together <= limit, keys)
+        is_rl = isinstance(recipe, RLRecipe)
+        most = min(recipe.rollout.n, KEYS_PER_TOKEN) * budget if is_rl else max(2 * budget, update.longest)
+        keys = min(most, update.together)
+    return UpdateSize(min(limit, update.together), update.together <= limit, keys)
 
 
 class UpdateTokens(NamedTuple):

@@ -59,6 +59,8 @@ ALLOWED = [
     ("several_rms/multi_node_bge", "rewards.2.*", "the similarity by the source's service, which convert leaves to the reader"),
     ("rlmt/ppo_*", "rewards.0.view.longcot_config", "SFT without thoughts writes no such file, though the source names one"),
     ("rlmt/ppo_*", "train.tokens_per_micro_batch", "16 padded sequences at once do not fit; the gradient does not depend on it"),
+    ("grrm/*", "train.tokens_per_micro_batch", "as many as a GPU has memory for; the gradient does not depend on it"),
+    ("several_rms/*", "train.tokens_per_micro_batch", "as many as a GPU has memory for; the gradient does not depend on it"),
     ("rlmt/sft_*", "model.tokenizer", FILES),
     ("rlmt/sft_*", "model.liger", "plaudit's own fused layers save as much memory, and are faster"),
     ("rlmt/sft_*", "data.train_on", "rows have one answer; templates of thinking models hide earlier thoughts"),

@@ -169,6 +169,7 @@ def test_keys_of_shared_prompts_by_hand(tiny_model, pairs_file, prompts_file, tm
     assert rl(8, [100] * 3) == 8 * 3 * 110, "all keys of an update"
     assert rl(64, [100] * 3) == 4 * 1000, "a batch has at most four for each token"
     assert rl(2, [900] * 3) == 2 * 1000, "or as many as sequences share it"
+    assert rl(8, [2000] * 3) == 4 * 1000, "a longer sequence shares nothing"
     assert rl(8, [100] * 3, share_prompts=False) == 0
 
     def dpo(lengths: list[int]) -> int:
@@ -177,6 +178,7 @@ def test_keys_of_shared_prompts_by_hand(tiny_model, pairs_file, prompts_file, tm
 
     assert dpo([100] * 4) == 400
     assert dpo([900] * 4) == 2 * 1000
+    assert dpo([3000] * 4) == 3000, "a pair that is a micro-batch by itself"
 
 
 def test_copied_keys_take_memory(shapes):
@@ -190,7 +192,7 @@ def test_copied_keys_take_memory(shapes):
         return plan.logits, plan.activations
 
     logits, kept = passes(0)
-    assert logits == 2**28 * (4 + 2 * 2) + head
+    assert logits == 2 * 4 * 2**28 + head
     assert passes(100_000) == (logits, kept), "1.8 GB: a chunk takes more"
     assert passes(400_000) == (400_000 * 2 * (4 * k + 2 * q) + head, kept)
     assert passes(0, lora=LoraSettings(rank=4))[0] == 2**31
@@ -340,6 +342,6 @@ def test_the_doctor_prints_what_auto_is(plaudit, recipe, tmp_path):
     assert "tokens_per_micro_batch: 65,536" in doctor("--gpu-memory", "80", "train.rows_per_step=1000")
     assert "train.tokens_per_micro_batch" not in doctor("--gpu-memory", "80", "train.tokens_per_micro_batch=512")
     small = doctor("--gpu-memory", "1")
-    assert "which may be too much: set model.gradient_checkpointing=auto or set optim.placement=offload" in small
+    assert "which may be too much: set model.gradient_checkpointing=auto or set optim.placement=offload or use model.lora" in small
     plaudit("doctor", recipe("run"), "--gpu-memory", "80", "--html", tmp_path / "doctor.html")
     assert line in (tmp_path / "doctor.html").read_text()
