@@ -24,8 +24,8 @@ Report = Callable[[str], object]
 """Receives a line with a decision and its reason."""
 
 LARGEST_MICRO_BATCH = 65_536
-"""Tokens. Four times the work for as many launches of those 16,384 with which a GPU just waits for Python at 0.5B, the smallest common
-size (bench/README.md); and no more sequences, each with a token of its own at least, than a kernel's grid has room for in its second
+"""Tokens. Four times the work of 16,384 for as many launches: with those, a GPU waits for Python at 0.5B, the smallest common size
+(bench/README.md). And no more sequences, each with a token of its own at least, than a kernel's grid has room for in its second
 dimension (65,535)."""
 SMALLEST_MICRO_BATCH = 2_048
 SMALLEST_BEFORE_RECOMPUTING = 4_096
