@@ -260,10 +260,14 @@ INLINE void column_tile(const float *x, const number *weight, const number *bias
     long t = 0;
     for (; t + TILE_ROWS <= T; t += TILE_ROWS)
         tile(x + t * I, weight, bias, out + t * O, logits ? logits + t * O : 0, I, O, TILE_ROWS, columns);
-    for (; t + 2 <= T; t += 2)
-        tile(x + t * I, weight, bias, out + t * O, logits ? logits + t * O : 0, I, O, 2, columns);
-    if (t < T)
-        tile(x + t * I, weight, bias, out + t * O, logits ? logits + t * O : 0, I, O, 1, columns);
+    switch (T - t) { /* the rest as one tile, too: a second one would read the weights again */
+#define REST(rows) case rows: tile(x + t * I, weight, bias, out + t * O, logits ? logits + t * O : 0, I, O, rows, columns); break;
+        REST(1) REST(2) REST(3)
+#if TILE_ROWS > 4
+        REST(4) REST(5) REST(6) REST(7)
+#endif
+#undef REST
+    }
 }
 
 /* out [T, O] = x [T, I] weight [O, I]ᵀ + bias (which may be missing), for few rows: the weights are read once, in the order they have.
