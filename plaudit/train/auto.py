@@ -16,7 +16,16 @@ from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, Sharding, gigabyte
 from plaudit.recipe import RLRecipe, TrainingRecipe
 from plaudit.recipe.training import USUAL_MICRO_BATCH
 from plaudit.report.progress import print_line
-from plaudit.train.memory_plan import Lengths, Trained, plan_critic, plan_devices, plan_policy, update_tokens
+from plaudit.train.memory_plan import (
+    Lengths,
+    Trained,
+    local_reward_models,
+    plan_critic,
+    plan_devices,
+    plan_policy,
+    server_share,
+    update_tokens,
+)
 from plaudit.train.processes import ALONE, Processes
 from plaudit.world import World
 
@@ -124,7 +133,8 @@ def choose_micro_batch(recipe: TrainingRecipe, lengths: Lengths, processes: Proc
     Sharded weights are gathered for every micro-batch: there, layers are checkpointed before micro-batches get smaller than usual.
     On a CPU, or if the memory is not known: as usual."""
     device = processes.device(recipe.run.device).type
-    if device != "cuda" or not math.isfinite(processes.available(device, device)):
+    available = processes.available(device, device)
+    if device != "cuda" or not math.isfinite(available):
         return USUAL_MICRO_BATCH
     with suppress(*UNPLANNABLE):
         sizes = _possible_sizes(recipe, lengths, processes)
@@ -132,13 +142,14 @@ def choose_micro_batch(recipe: TrainingRecipe, lengths: Lengths, processes: Proc
         recomputes = "auto" in (recipe.model.gradient_checkpointing, critic and critic.gradient_checkpointing)
         least = USUAL_MICRO_BATCH if processes.sharding == "full" else SMALLEST_BEFORE_RECOMPUTING
         least = max(least if recomputes else SMALLEST_MICRO_BATCH, sizes[-1])
+        roomy = ROOMY_SHARE * (available - _unplanned(recipe, available, processes))
         for size in (size for size in sizes if size >= least):
-            share = ROOMY_SHARE if size > USUAL_MICRO_BATCH else SAFE_SHARE
-            if _trains_within(share, _with_micro_batch(recipe, size), lengths, processes):
+            limit = roomy if size > USUAL_MICRO_BATCH else SAFE_SHARE * available
+            if _training(_with_micro_batch(recipe, size), lengths, processes) <= limit:
                 return size
         for size in (size for size in sizes if size <= least):
             candidate = resolve_checkpointing(_with_micro_batch(recipe, size), lengths, _in_silence, processes)
-            if _trains_within(SAFE_SHARE, candidate, lengths, processes):
+            if _training(candidate, lengths, processes) <= SAFE_SHARE * available:
                 return size
         return sizes[-1]
     return USUAL_MICRO_BATCH
@@ -159,16 +170,27 @@ def _with_micro_batch(recipe: Trained, tokens: int) -> Trained:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"tokens_per_micro_batch": tokens})})
 
 
-def _trains_within(share: float, recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> bool:
+def _unplanned(recipe: TrainingRecipe, available: float, processes: Processes) -> float:
+    """Memory of the GPU that is taken by what no plan counts: launched servers that never sleep, and processes of others. These
+    cannot be told from our own servers, which may be starting: then, only those count."""
+    rewards = [reward for _, reward in local_reward_models(recipe)]
+    launched = [reward for reward in rewards if reward.model.placement == "launch" and reward.model.gpus is None]
+    if launched:
+        return sum(server_share(reward) * available for reward in launched if not reward.model.sleep)
+    return processes.taken_by_others()
+
+
+def _training(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> float:
     budget = plan_devices(recipe, lengths, processes)[processes.device(recipe.run.device).type]
-    return budget.at("training", fixed_only=True) <= share * budget.available
+    return budget.at("training", fixed_only=True)
 
 
 def _describe_fit(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> str:
     resolved = resolve_checkpointing(recipe, lengths, _in_silence, processes)
-    budget = plan_devices(resolved, lengths, processes)[processes.device(recipe.run.device).type]
-    text = f", with which training takes about {gigabytes(budget.at('training', fixed_only=True))} of {gigabytes(budget.available)}"
-    if _trains_within(SAFE_SHARE, resolved, lengths, processes):
+    device, needed = processes.device(recipe.run.device).type, _training(resolved, lengths, processes)
+    available = processes.available(device, device)
+    text = f", with which training takes about {gigabytes(needed)} of {gigabytes(available)}"
+    if needed <= SAFE_SHARE * available:
         return text
     savers = ["set model.gradient_checkpointing=auto"] if recipe.model.gradient_checkpointing is False else []
     savers += ["set optim.placement=offload"] if recipe.optim.placement == "resident" else []

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from plaudit.models.devices import resolve_device
-from plaudit.models.memory import Sharding, total_memory
+from plaudit.models.memory import RUNTIME, Sharding, total_memory
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,13 @@ class Processes:
         if self.kind is not None and kind != self.kind:
             return math.inf  # another machine's: not known
         return total_memory(torch.device(kind)) / (self.per_machine if kind == "cpu" else 1)
+
+    def taken_by_others(self) -> float:
+        """Memory of this process's GPU that other processes have taken; 0 if the plan is for other GPUs."""
+        if self.memory is not None or not torch.cuda.is_available():
+            return 0.0
+        free, total = torch.cuda.mem_get_info()
+        return max(0.0, total - free - torch.cuda.memory_reserved() - RUNTIME["cuda"])
 
 
 ALONE = Processes()

@@ -94,6 +94,25 @@ def test_no_more_than_an_update_has(sft_of):
     assert choose_micro_batch(sft_of("0.5B", rows=512), [10] * 600, gpu(H200)) == 16_384, "as usual if that is enough"
 
 
+def test_larger_ones_leave_others_their_memory(sft_of, tiny_model, prompts_file, tmp_path, monkeypatch):
+    """Other processes, and judges that are launched on the same GPU; the usual number does not depend on them."""
+    with monkeypatch.context() as patch:
+        for taken, expected in {30e9: 65_536, 40e9: 32_768, 140e9: 16_384}.items():
+            patch.setattr(Processes, "taken_by_others", lambda _, taken=taken: taken)
+            assert choose_micro_batch(sft_of("0.5B"), None, gpu(H200)) == expected
+
+    def rl(share: float, **model: Any) -> int:
+        served = {"path": str(tiny_model), "placement": "launch", "arguments": [f"--gpu-memory-utilization {share}"], **model}
+        judge = {"kind": "scalar_model", "name": "score", "model": served}
+        tree = rl_recipe(tiny_model, prompts_file, tmp_path / "run", judge)
+        tree |= {"train": {"prompts_per_step": 999}, "rollout": {"n": 99}}
+        return choose_micro_batch(load_recipe(write_recipe(tmp_path / "rl.yaml", {"stage": "rl", **tree})).recipe, None, gpu(A100))
+
+    assert rl(0.2) == 65_536
+    assert rl(0.99) == 16_384
+    assert rl(0.9, sleep=True) == 65_536, "it leaves before an update"
+
+
 def test_a_long_sequence_takes_its_memory_in_any_case(sft_of):
     """Halves below it would cost time and save nothing."""
     long = {"max_tokens": 20_000}
