@@ -6,7 +6,7 @@ models/products.py). It is also less work: queries, keys and values are one prod
 products is one fused operation that saves less for the backward pass.
 
 Layers remain transformers' own modules with their own weights and forwards; only packed batches take the path here. LoRA takes it
-with merged weights (models/merged.py).
+with merged weights, with which it is computed on a CPU too (models/merged.py).
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from plaudit.models.attention import attend_packed, window_of
 from plaudit.models.gradient_sums import add_product, sum_of_product
 from plaudit.models.heads import Heads, Rotation
 from plaudit.models.liger import use_liger
-from plaudit.models.merged import has_merged, merged_product_of, use_merged
+from plaudit.models.merged import has_merged, merged_product_of, use_merged, use_merged_modules
 from plaudit.models.products import fused_view, fused_weight_and_bias, product, split_k_product, uses_split_k
 from plaudit.models.residual import has_fp32_residual, is_supported_family, keep_residual_fp32
 
@@ -47,18 +47,25 @@ def fuse_layers(model: PreTrainedModel) -> None:
 
 
 def merge_adapters(model: PreTrainedModel) -> None:
-    """Compute a model's adapters, which it got after its layers were fused, on the fused path too."""
-    if all(isinstance(layer, _FusedLayer) for layer in model.get_decoder().layers):  # pyright: ignore
-        use_merged(model, linears_by_input)
+    """Compute a model's adapters with merged weights: in its fused layers, or on a CPU in those of a family that could be fused."""
+    if has_merged(model) or not _has_known_layers(model):
+        return
+    fused = all(isinstance(layer, _FusedLayer) for layer in model.get_decoder().layers)  # pyright: ignore
+    if (fused or model.device.type == "cpu") and use_merged(model, linears_by_input) and not fused:
+        use_merged_modules(model)
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
     """Whether all modules are of a supported kind and none has been replaced."""
-    if not is_supported_family(model) or model.config.hidden_act != "silu":
+    if not _has_known_layers(model):
         return False
     if has_merged(model):
         return True
     return all(type(m) is nn.Linear for m in model.get_decoder().modules() if hasattr(m, "in_features"))
+
+
+def _has_known_layers(model: PreTrainedModel) -> bool:
+    return is_supported_family(model) and model.config.hidden_act == "silu"
 
 
 def can_train_fused(model: PreTrainedModel) -> bool:

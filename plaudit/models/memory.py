@@ -145,7 +145,8 @@ def plan_memory(
     half = resolve_dtype(recipe.dtype, device) == torch.bfloat16
     size = 2 if half else 4
     fused = half and device.type == "cuda" and counts.can_be_fused and not recipe.liger
-    merged = fused and recipe.lora is not None and not recipe.lora.dropout and sharding != "full"
+    can_merge = fused or (device.type == "cpu" and counts.can_be_fused)
+    merged = can_merge and recipe.lora is not None and not recipe.lora.dropout and sharding != "full"
     on_kernels = recipe.liger or (fused and (merged or not recipe.lora))
     has_masters = half and not recipe.lora and sharding != "full"
     state = trained * (12 if has_masters else 8) / (1 if sharding == "none" else processes)
@@ -169,7 +170,7 @@ def plan_memory(
     times = 3 if device.type == "cuda" and not half else 2
     chunk = 0 if scalar else times * 4 * CHUNK_LOGITS.get(device.type, 0)
     head_gradient = 0 if scalar or recipe.lora else 4 * config.vocab_size * shape.hidden
-    per_token = _bytes_kept(recipe, shape, size, on_kernels, counts.adapted_inputs)
+    per_token = _bytes_kept(recipe, shape, size, counts.adapted_inputs, on_kernels=on_kernels, merged=merged)
     return MemoryPlan(
         parameters=counts.parameters,
         trainable=trained,
@@ -203,7 +204,7 @@ class _Counts(NamedTuple):
     """Width of all adapters' inputs."""
     can_be_fused: bool
     merged: int
-    """Weights that have a merged copy if layers are fused: those of adapted linear layers, and of others over the same input."""
+    """Weights that have a merged copy if adapters are merged: those of adapted linear layers, and of others over the same input."""
 
 
 _COUNTS: dict[tuple[str, str, LoraSettings | None, bool], _Counts] = {}
@@ -255,15 +256,15 @@ def _streamed(trainable: float, state: float) -> float:
     return min(CHUNKS_IN_FLIGHT, math.ceil(trainable / max(part, 1))) * part * state / max(trainable, 1)
 
 
-def _bytes_kept(recipe: ModelSettings, shape: "_Shape", size: int, on_kernels: bool, adapted_inputs: int) -> float:
+def _bytes_kept(recipe: ModelSettings, shape: "_Shape", size: int, adapted_inputs: int, *, on_kernels: bool, merged: bool) -> float:
     """Bytes per token that a layer keeps for its backward pass."""
     inputs = adapted_inputs / shape.layers
     dropped = 5 * inputs if recipe.lora and recipe.lora.dropout else 0  # fp32 values and a mask
     if on_kernels:
         norms_of_heads = shape.query + 2 * shape.kv if shape.has_head_norms else 0
         return size * (7 * shape.hidden + 2 * shape.query + 2 * shape.kv + 3 * shape.mlp + norms_of_heads) + dropped
-    # Frozen layers keep no inputs; in bf16 each adapter keeps its own, which it has converted to fp32.
-    in_fp32 = 0 if size == 4 else 4 * inputs if recipe.lora else 16 * shape.hidden
+    # Frozen layers keep no inputs; in bf16 each of peft's adapters keeps its own, which it has converted to fp32.
+    in_fp32 = 0 if size == 4 else 4 * inputs if recipe.lora and not merged else 16 * shape.hidden
     return size * (12 * shape.hidden + 2 * shape.kv + 3 * shape.mlp) + in_fp32 + dropped
 
 

@@ -12,9 +12,12 @@ up or down, with the probability that keeps its mean. An element without an upda
 
 W stays next to W' for the reference (the policy without adapters) and to merge again. Adapters remain peft's: trained, saved and
 sent to engines as ever. Layers with dropout on adapters, with adapters of another kind or without any take peft's own way.
+
+On a GPU fused layers compute with W'; on a CPU transformers' layers do, module by module.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -31,11 +34,13 @@ ELEMENTS_AT_ONCE = 1 << 22
 class Adapter:
     """A and B of one linear layer."""
 
-    def __init__(self, module: Any, rows: slice):
+    def __init__(self, module: Any, rows: slice, first_rank: int):
+        """`rows`: of the product's output. `first_rank`: the ranks of the product's adapters before this one."""
         self.module, self.rows = module, rows
         self.a_RI: nn.Parameter = module.lora_A["default"].weight
         self.b_OR: nn.Parameter = module.lora_B["default"].weight
         self.scale: float = module.scaling["default"]
+        self.ranks = slice(first_rank, first_rank + len(self.a_RI))
 
 
 class MergedProduct:
@@ -47,13 +52,14 @@ class MergedProduct:
         bases: list[Any] = [getattr(module, "base_layer", module) for module in modules]
         self.base_layers = bases
         self.adapters: list[Adapter] = []
-        at = 0
+        at = ranks = 0
         for module, base in zip(modules, bases, strict=True):
             rows = slice(at, at + base.out_features)
             at = rows.stop
             if base is not module:
-                self.adapters.append(Adapter(module, rows))
-                module.merged_rows = (self, rows)  # pyright: ignore
+                self.adapters.append(Adapter(module, rows, ranks))
+                ranks = self.adapters[-1].ranks.stop
+                module.merged_with = (self, self.adapters[-1])  # pyright: ignore
         with torch.inference_mode(False):
             owner.register_buffer(buffer, torch.empty_like(fuse_parameters([base.weight for base in bases])), persistent=False)
         self._merged: list[tuple[int, int]] | None = None
@@ -96,11 +102,13 @@ class MergedProduct:
     def drop(self) -> None:
         del self._owner._buffers[self._buffer]
         for adapter in self.adapters:
-            del adapter.module.merged_rows
+            del adapter.module.merged_with
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        factors = [factor for adapter in self.adapters for factor in (adapter.a_RI, adapter.b_OR)]
-        return _MergedProduct.apply(x_TI, self, *factors)  # pyright: ignore
+    def __call__(self, x_TI: Tensor, only: Adapter | None = None) -> Tensor:
+        """`only`: the part of the output that this adapter's module computes."""
+        adapters = self.adapters if only is None else [only]
+        factors = [factor for adapter in adapters for factor in (adapter.a_RI, adapter.b_OR)]
+        return _MergedProduct.apply(x_TI, self, only, *factors)  # pyright: ignore
 
 
 class Factors(NamedTuple):
@@ -111,26 +119,29 @@ class Factors(NamedTuple):
     a_KI: Tensor
     b_OK: Tensor
     scales_K: Tensor
-    ranks: list[int]
 
     @classmethod
     def of(cls, adapters: Sequence[Adapter], like_OI: Tensor) -> Self:
-        ranks = [len(adapter.a_RI) for adapter in adapters]
-        b_OK, at = like_OI.new_zeros(len(like_OI), sum(ranks)), 0
-        for adapter, rank in zip(adapters, ranks, strict=True):
-            b_OK[adapter.rows, at : at + rank] = adapter.b_OR
-            at += rank
         a_KI = torch.cat([adapter.a_RI for adapter in adapters]).to(like_OI.dtype)
-        scales = [adapter.scale for adapter, rank in zip(adapters, ranks, strict=True) for _ in range(rank)]
-        return cls(a_KI, b_OK, torch.tensor(scales, device=like_OI.device), ranks)
+        b_OK = like_OI.new_zeros(len(like_OI), len(a_KI))
+        for adapter in adapters:
+            b_OK[adapter.rows, adapter.ranks] = adapter.b_OR
+        scales = [adapter.scale for adapter in adapters for _ in adapter.a_RI]
+        return cls(a_KI, b_OK, torch.tensor(scales, device=like_OI.device))
+
+    def only(self, adapter: Adapter) -> Self:
+        ranks = adapter.ranks
+        return type(self)(self.a_KI[ranks], self.b_OK[adapter.rows, ranks], self.scales_K[ranks])
 
 
 class _MergedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, merged: MergedProduct, *factors: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TI: Tensor, merged: MergedProduct, only: Adapter | None, *factors: Tensor) -> Tensor:
         ctx.save_for_backward(x_TI)
-        ctx.merged = merged
+        ctx.merged, ctx.only = merged, only
         weight_OI, bias_O = merged.weight_OI, merged.bias_O
+        if only is not None:
+            return product(x_TI, weight_OI[only.rows], None if bias_O is None else bias_O[only.rows])
         if len(merged.base_layers) == 1 and uses_split_k(x_TI, weight_OI, bias_O):
             from plaudit.models.kernels import sum_splits
 
@@ -141,16 +152,17 @@ class _MergedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor):  # pyright: ignore
         [x_TI] = ctx.saved_tensors
-        merged: MergedProduct = ctx.merged
+        merged, only = ctx.merged, ctx.only
         assert merged.factors is not None
-        a_KI, b_OK, scales_K, ranks = merged.factors
-        grad_x_TI = grad_TO @ merged.weight_OI if ctx.needs_input_grad[0] else None
+        a_KI, b_OK, scales_K = merged.factors if only is None else merged.factors.only(only)
+        weight_OI = merged.weight_OI if only is None else merged.weight_OI[only.rows]
+        grad_x_TI = grad_TO @ weight_OI if ctx.needs_input_grad[0] else None
         grad_b_OK = _in_fp32(grad_TO.T, x_TI @ a_KI.T).mul_(scales_K)
         grad_a_KI = _in_fp32((grad_TO @ b_OK).T, x_TI).mul_(scales_K[:, None])
-        grads: list[Tensor] = []
-        for adapter, a_RI, b_OR in zip(merged.adapters, grad_a_KI.split(ranks), grad_b_OK.split(ranks, 1), strict=True):
-            grads += a_RI, b_OR[adapter.rows]
-        return grad_x_TI, None, *grads
+        grads = [grad_a_KI, grad_b_OK]
+        if only is None:
+            grads = [grad for one in merged.adapters for grad in (grad_a_KI[one.ranks], grad_b_OK[one.rows, one.ranks])]
+        return grad_x_TI, None, None, *grads
 
 
 def _in_fp32(x: Tensor, y: Tensor) -> Tensor:
@@ -169,7 +181,7 @@ def merge_into(out_OI: Tensor, base_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scal
     for at in range(0, len(base_OI), rows):
         some = slice(at, at + rows)
         exact = torch.addmm(base_OI[some].float(), b_OR[some].float(), a_RI.float(), alpha=scale)
-        out_OI[some].copy_(exact if out_OI.dtype == torch.float32 else _rounded(exact, at, out_OI.dtype))
+        out_OI[some].copy_(_rounded(exact, at, out_OI.dtype) if out_OI.element_size() == 2 else exact)
 
 
 def _rounded(exact_OI: Tensor, first_row: int, dtype: torch.dtype) -> Tensor:
@@ -197,15 +209,43 @@ def use_merged(model: PreTrainedModel, groups_of: Callable[[Any], Sequence[Seque
     nothing changes, if some adapter is of a kind that this cannot compute."""
     decoder: Any = model.get_decoder()
     groups = [(layer, i, modules) for layer in decoder.layers for i, modules in enumerate(groups_of(layer))]
-    if not all(_is_plain(module) for _, _, modules in groups for module in modules):
+    linears = [module for _, _, modules in groups for module in modules]
+    adapted_elsewhere = len(_adapted(decoder.modules())) > len(_adapted(linears))
+    if adapted_elsewhere or not all(map(_is_plain, linears)):
         return False
     products = []
     for layer, i, modules in groups:
-        if any(hasattr(module, "base_layer") for module in modules):
+        if _adapted(modules):
             products.append(MergedProduct(modules, layer, f"merged_{i}"))
     decoder.merged_products = products
     decoder.register_forward_pre_hook(lambda module, _: merge_all(module))
     return True
+
+
+def _adapted(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    return [module for module in modules if hasattr(module, "base_layer")]
+
+
+def use_merged_modules(model: PreTrainedModel) -> None:
+    """Let the model's own layers compute with the merged weights, outside of fused layers."""
+    for adapter in (adapter for merged in _merged_products(model) for adapter in merged.adapters):
+        adapter.module.__class__ = _merged_linear()
+
+
+@cache
+def _merged_linear() -> type:
+    from peft.tuners.lora import Linear
+
+    class MergedLinear(Linear):
+        """peft's, while its adapter is merged and enabled: one product."""
+
+        def forward(self, x: Tensor, *arguments: Any, **settings: Any) -> Tensor:
+            merged, adapter = getattr(self, "merged_with", (None, None))
+            if merged is None or merged.disabled:
+                return super().forward(x, *arguments, **settings)
+            return merged(x.flatten(0, -2), adapter).view(*x.shape[:-1], -1)
+
+    return MergedLinear
 
 
 def _is_plain(module: Any) -> bool:
@@ -242,11 +282,11 @@ def _merged_products(model: PreTrainedModel) -> list[MergedProduct]:
 
 def merged_weight_of(module: nn.Module) -> Tensor | None:
     """W' of a module with an adapter, as it is computed with."""
-    merged, rows = getattr(module, "merged_rows", (None, None))
+    merged, adapter = getattr(module, "merged_with", (None, None))
     if merged is None:
         return None
     merged.merge()
-    return merged.weight_OI[rows].detach()
+    return merged.weight_OI[adapter.rows].detach()
 
 
 def drop_merged(model: PreTrainedModel) -> None:
@@ -258,4 +298,4 @@ def drop_merged(model: PreTrainedModel) -> None:
 
 def merged_product_of(modules: Sequence[nn.Module]) -> MergedProduct | None:
     """What computes these modules, which share an input; None if they have no adapters, or if peft computes them."""
-    return next((module.merged_rows[0] for module in modules if hasattr(module, "merged_rows")), None)  # pyright: ignore
+    return next((module.merged_with[0] for module in modules if hasattr(module, "merged_with")), None)  # pyright: ignore

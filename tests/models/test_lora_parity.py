@@ -10,7 +10,7 @@ from torch import Tensor
 from plaudit.data.order import RowOrder
 from plaudit.models.lora import Adapters
 from plaudit.types import Example
-from support.merged import compute_merged
+from support.merged import compute_by_peft
 from support.peft_training import load_peft, padded, saved_adapters, train_with_peft
 from support.recipes import exact_metrics, sft_recipe, train_sft, write_recipe
 from support.rows import arithmetic_rows, write_jsonl
@@ -73,8 +73,8 @@ def assert_parity(ours: tuple[list[float], dict[str, Tensor]], losses: list[floa
     ],
 )
 def test_twenty_steps_are_those_of_peft(tmp_path, monkeypatch, tiny_models, rows, kind, rank, path):
-    if path == "merged weights":
-        monkeypatch.setattr("plaudit.models.trainable.merge_adapters", compute_merged)
+    if path == "peft's modules":
+        monkeypatch.setattr("plaudit.models.trainable.merge_adapters", compute_by_peft)
     ours = train_by_plaudit(tmp_path, tiny_models[kind], rows, rank)
     steps, adapters = steps_and_adapters(tiny_models[kind], rank)
     peft = load_peft(tiny_models[kind], adapters, rank=rank, alpha=ALPHA)

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from plaudit.data.pack import pack
 from plaudit.data.templates import load_template, load_tokenizer
-from plaudit.models.fused import fuse_layers, merge_adapters
+from plaudit.models.folder import read_config
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.lora import iter_merged_weights
 from plaudit.models.merged import drop_merged, has_merged, merge_into
@@ -64,14 +64,11 @@ def test_fp32_is_not_rounded():
 
 
 def load(folder, dtype="float32", **lora) -> TrainableModel:
-    policy = load_policy(
+    return load_policy(
         ModelSettings(path=str(folder), dtype=dtype, lora=LoraSettings(rank=4, **lora)),
         load_template(load_tokenizer(str(folder)), None),
         CPU,
     )
-    fuse_layers(policy.model)
-    merge_adapters(policy.model)
-    return policy
 
 
 def shift(policy: TrainableModel, seed: int) -> None:
@@ -97,6 +94,35 @@ def test_sampling_follows_the_adapters(tiny_models):
         shift(policy, step)
         engine.sync(step + 1, Weights(policy.model))
     assert len(set(found)) == 3, "the adapters matter"
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "v_proj", "down_proj")])
+def test_log_probs_and_gradients_are_those_of_peft(tiny_models, targets):
+    """Also where some of the linear layers over an input have no adapter."""
+    policy = load(tiny_models["qwen2"], targets=targets)
+    assert has_merged(policy.model)
+    shift(policy, 0)
+    batch, found = pack([Example(np.arange(5, 25), np.arange(20) > 3), Example(np.arange(40, 47), np.arange(7) > 1)], CPU), []
+    for _ in range(2):
+        logprobs_N = target_logprobs(policy.model, batch).logprobs_N
+        logprobs_N.square().mean().backward()
+        found.append((logprobs_N.detach(), {name: parameter.grad for name, parameter in policy.trainable()}))
+        policy.model.zero_grad()
+        drop_merged(policy.model)
+    (ours, our_grads), (theirs, their_grads) = found
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert our_grads.keys() == their_grads.keys()
+    for name, expected in their_grads.items():
+        assert expected.norm() > 0, name
+        assert (our_grads[name] - expected).norm() < 1e-4 * expected.norm(), name
+
+
+def test_peft_computes_adapters_of_other_layers(tiny_models):
+    """The engine's own decoder does not know an adapter of the embeddings."""
+    folder = next(folder for folder in tiny_models.values() if not read_config(str(folder)).tie_word_embeddings)
+    policy = load(folder, targets=("q_proj", "embed_tokens"))
+    assert not has_merged(policy.model)
+    assert not isinstance(NativeEngine(policy.model, None).forward.decoder, FusedDecoder)
 
 
 def test_merged_weights_are_saved_after_every_change(tiny_models):

@@ -19,7 +19,7 @@ from plaudit.rollout.native.decoder import FusedDecoder
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.run import Run
 from plaudit.types import Example
-from support.merged import compute_merged
+from support.merged import compute_by_peft
 from support.recipes import Stopped, exact_metrics, rl_recipe, stop_before, train_rl, write_recipe
 from support.training import load, make_trainer, nll_of, rows_of
 
@@ -35,8 +35,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def model(request, monkeypatch) -> dict[str, Any]:
-    if "merged" in request.param:
-        monkeypatch.setattr("plaudit.models.trainable.merge_adapters", compute_merged)
+    if request.param == "peft's modules":
+        monkeypatch.setattr("plaudit.models.trainable.merge_adapters", compute_by_peft)
     return MODELS[request.param]
 
 

@@ -13,6 +13,7 @@ from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.models.classifier import load_classifier, sequence_scores
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.memory import Sharding
+from plaudit.models.merged import drop_merged
 from plaudit.models.sharded import shard_model
 from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.objectives.supervised import nll
@@ -47,6 +48,8 @@ class Case:
         self.model = load(ModelSettings(path=str(folders / kind), **settings), template, world.device)
         if sharding == "full":
             shard_model(self.model.model, world)
+        elif name == "lora on bf16":
+            drop_merged(self.model.model)  # as in sharded models: merged weights are rounded
         self.trainer = Trainer(
             self.model, OptimSettings(lr=1e-3, weight_decay=0.1), seed=3, max_skipped_steps=0, world=world, sharding=sharding
         )

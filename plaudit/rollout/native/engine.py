@@ -7,9 +7,9 @@
         collect the results of the previous step               (so the device never waits for the host)
         yield the samples that have ended
 
-On the trainer's own model a sync has nothing to copy. LoRA is sampled with the merged weights that it is trained
-with, if the trainer's layers are fused, else unmerged. The KV cache is allocated for the
-duration of a call; when it is full, the sequence that has written least is preempted and resumed later.
+On the trainer's own model a sync has nothing to copy. LoRA is sampled with the merged weights that it is trained with, where
+it is (models/merged.py), else unmerged. The KV cache is allocated for the duration of a call; when it is full, the sequence that
+has written least is preempted and resumed later.
 """
 
 import math

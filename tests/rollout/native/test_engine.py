@@ -465,6 +465,20 @@ def test_bf16_is_close_to_a_full_forward_pass(tiny_models):
         assert errors.max() < 0.25, errors.max()
 
 
+def test_fp32_is_as_precise_as_training(tiny_models):
+    """Sums have another order than the trainer's, and no larger error."""
+    policy = load(tiny_models["llama"])
+    drawn = sample(engine_of(policy), mixed_requests(), Sampling(max_new_tokens=16))
+    tokens = [np.concatenate([request.tokens, s.tokens]) for request, s in drawn]
+    batch = pack([Example(whole, np.arange(len(whole)) >= len(r.tokens)) for whole, (r, _) in zip(tokens, drawn, strict=True)])
+    with torch.no_grad():
+        trained = target_logprobs(policy.model.eval(), batch).logprobs_N.double()
+        exact = target_logprobs(policy.model.double(), batch).logprobs_N
+    sampled = torch.from_numpy(np.concatenate([s.sampler_logprobs for _, s in drawn]).astype(np.float64))
+    assert exact.dtype == torch.float64
+    assert 0 < (sampled - exact).abs().mean() < 1.5 * (trained - exact).abs().mean()
+
+
 @pytest.fixture
 def adapted(tiny_models) -> TrainableModel:
     """With adapters that have an effect, and dropout that would show."""
