@@ -69,7 +69,7 @@ VLLM = [
     {"environment": VLLM_ENVIRONMENT, "enforce_eager": False, **VLLM_ARGUMENTS},
     {"environment": VLLM_EAGER, "enforce_eager": True, **VLLM_ARGUMENTS, "mode": "no log-probs"},
 ]
-NATIVE = [{}]
+NATIVE = [{"environment": {"OMP_WAIT_POLICY": "passive"}}]  # what importing plaudit sets; here torch is imported before it
 SETTINGS = {"HF generate": HF, "vLLM": VLLM, "plaudit native": NATIVE}
 
 Rollout = tuple[list[list[int]], list[list[float]] | None]  # tokens and their log-probs, prompt by prompt

@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 
 from plaudit.models.products import fuse_parameters, product, split_k_product, uses_split_k
 
-ELEMENTS_AT_ONCE = 1 << 22
-"""Elements that are merged at once, to bound the memory for fp32 copies."""
+ELEMENTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 22}
+"""Elements that are merged at once, to bound the memory for fp32 copies; on a CPU about as many as fit in its caches."""
 
 
 class Adapter:
@@ -177,7 +177,7 @@ def _in_fp32(x: Tensor, y: Tensor) -> Tensor:
 
 def merge_into(out_OI: Tensor, base_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
     """out = base + scale · B A, rounded with the noise of each element's place."""
-    rows = max(1, ELEMENTS_AT_ONCE // base_OI.shape[1])
+    rows = max(1, ELEMENTS_AT_ONCE.get(base_OI.device.type, 1 << 22) // base_OI.shape[1])
     for at in range(0, len(base_OI), rows):
         some = slice(at, at + rows)
         exact = torch.addmm(base_OI[some].float(), b_OR[some].float(), a_RI.float(), alpha=scale)
@@ -190,15 +190,15 @@ def _rounded(exact_OI: Tensor, first_row: int, dtype: torch.dtype) -> Tensor:
     rows, columns = exact_OI.shape
     row = torch.arange(first_row, first_row + rows, device=exact_OI.device, dtype=torch.int32)
     column = torch.arange(columns, device=exact_OI.device, dtype=torch.int32)
-    noise = _mix(row[:, None] * -1640531527 + column) & 0xFFFF
-    return ((exact_OI.view(torch.int32) + noise) & -0x10000).view(torch.float32).to(dtype)
+    noise = _mix_(row[:, None] * -1640531527 + column).bitwise_and_(0xFFFF)
+    return noise.add_(exact_OI.view(torch.int32)).bitwise_and_(-0x10000).view(torch.float32).to(dtype)
 
 
-def _mix(x: Tensor) -> Tensor:
-    """A well-mixed 32-bit number for each 32-bit number."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * -2073319029
-    return x ^ ((x >> 16) & 0xFFFF)
+def _mix_(x: Tensor) -> Tensor:
+    """A well-mixed 32-bit number for each 32-bit number, in place."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(-2073319029)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 # Models --------------------------------------------------------------------------------------------------------------
@@ -237,12 +237,14 @@ def _merged_linear() -> type:
     from peft.tuners.lora import Linear
 
     class MergedLinear(Linear):
-        """peft's, while its adapter is merged and enabled: one product."""
+        """One product, while the adapter is merged and enabled; else peft's."""
+
+        merged_with: tuple[MergedProduct, Adapter]
 
         def forward(self, x: Tensor, *arguments: Any, **settings: Any) -> Tensor:
-            merged, adapter = getattr(self, "merged_with", (None, None))
-            if merged is None or merged.disabled:
+            if not hasattr(self, "merged_with") or self.disable_adapters:
                 return super().forward(x, *arguments, **settings)
+            merged, adapter = self.merged_with
             return merged(x.flatten(0, -2), adapter).view(*x.shape[:-1], -1)
 
     return MergedLinear
@@ -280,11 +282,11 @@ def _merged_products(model: PreTrainedModel) -> list[MergedProduct]:
     return getattr(model.get_decoder(), "merged_products", [])
 
 
-def merged_weight_of(module: nn.Module) -> Tensor | None:
+def merged_weight_of(module: Any) -> Tensor | None:
     """W' of a module with an adapter, as it is computed with."""
-    merged, adapter = getattr(module, "merged_with", (None, None))
-    if merged is None:
+    if not hasattr(module, "merged_with"):
         return None
+    merged, adapter = module.merged_with
     merged.merge()
     return merged.weight_OI[adapter.rows].detach()
 
