@@ -98,4 +98,4 @@ def _micro_batch(recipe: TrainingRecipe) -> str:
     if tokens == "auto":
         with suppress(RunError):
             tokens = recorded_micro_batch(read_description(Path(recipe.run.dir) / "run.json")) or "auto"
-    return f"{tokens:,}" if tokens != "auto" else tokens
+    return tokens if isinstance(tokens, str) else f"{tokens:,}"
