@@ -172,10 +172,16 @@ INLINE void attend_group(const float *queries, const number *keys, const number 
             out[g * size + d] = store(mixed[g * size + d] / sums[g]);
 }
 
-INLINE void rotate_and_attend_head(number *qkv, number *out, number *keys, number *values, const Attention *a, long head, long position,
-                                   long size) {
+INLINE void write_head(const number *qkv, number *keys, number *values, const Attention *a, long head, long position, long size) {
+    const number *key = qkv + (a->query_heads + head) * size, *value = key + a->kv_heads * size;
+    rotate(key, keys + position * size, a, a->key_norm, position, size);
+    memcpy(values + position * size, value, size * sizeof(number));
+}
+
+INLINE void attend_head(const number *qkv, number *out, const number *keys, const number *values, const Attention *a, long head, long position,
+                        long size) {
     long group = a->query_heads / a->kv_heads;
-    number *query = qkv + head * group * size, *key = qkv + (a->query_heads + head) * size, *value = key + a->kv_heads * size;
+    const number *query = qkv + head * group * size;
     float queries[group * size];
     for (long g = 0; g < group; g++) {
         number turned[size];
@@ -183,8 +189,6 @@ INLINE void rotate_and_attend_head(number *qkv, number *out, number *keys, numbe
         for (long d = 0; d < size; d++)
             queries[g * size + d] = load(turned[d]);
     }
-    rotate(key, keys + position * size, a, a->key_norm, position, size);
-    memcpy(values + position * size, value, size * sizeof(number));
     long first = a->window && position + 1 > a->window ? position + 1 - a->window : 0;
     float *weights = malloc(group * (position + 1 - first) * sizeof(float));
     attend_group(queries, keys, values, out + head * group * size, weights, group, first, position + 1, a->scale, size);
@@ -192,10 +196,19 @@ INLINE void rotate_and_attend_head(number *qkv, number *out, number *keys, numbe
 }
 
 /* For each row's new token: rotary embedding of qkv [B, heads · size], its key and value to the cache, attention to all of the row's
-   keys. Row b uses block b; `memory` is the layer's part of block 0. A row at a negative position is unused. */
-void rotate_and_attend(number *qkv, number *out, number *memory, long block_stride, long block_tokens, const long *positions,
-                       long position_stride, const Attention *a, long B, int threads) {
+   keys. Row b uses the block `blocks[b · blocks_stride]`; `memory` is the layer's part of block 0. Rows that share a block are drafts:
+   each attends to the keys of those before it, so all keys are written first. A row at a negative position is unused. */
+void rotate_and_attend(const number *qkv, number *out, number *memory, long block_stride, long block_tokens, const int *blocks,
+                       long blocks_stride, const long *positions, long position_stride, const Attention *a, long B, int threads) {
     long size = a->size, kv_heads = a->kv_heads, width = (a->query_heads + 2 * kv_heads) * size;
+#pragma omp parallel for num_threads(threads) collapse(2) if (B * width > WORTH_THREADS)
+    for (long b = 0; b < B; b++)
+        for (long head = 0; head < kv_heads; head++) {
+            long position = positions[b * position_stride];
+            number *keys = memory + blocks[b * blocks_stride] * block_stride + head * block_tokens * size;
+            if (position >= 0)
+                write_head(qkv + b * width, keys, keys + kv_heads * block_tokens * size, a, head, position, size);
+        }
 #pragma omp parallel for num_threads(threads) collapse(2) schedule(dynamic)
     for (long b = 0; b < B; b++)
         for (long head = 0; head < kv_heads; head++) {
@@ -206,13 +219,14 @@ void rotate_and_attend(number *qkv, number *out, number *memory, long block_stri
                 memset(row + head * group * size, 0, group * size * sizeof(number));
                 continue;
             }
-            number *keys = memory + b * block_stride + head * block_tokens * size, *values = keys + kv_heads * block_tokens * size;
+            const number *keys = memory + blocks[b * blocks_stride] * block_stride + head * block_tokens * size;
+            const number *values = keys + kv_heads * block_tokens * size;
             if (size == 64)
-                rotate_and_attend_head(qkv + b * width, row, keys, values, a, head, position, 64);
+                attend_head(qkv + b * width, row, keys, values, a, head, position, 64);
             else if (size == 128)
-                rotate_and_attend_head(qkv + b * width, row, keys, values, a, head, position, 128);
+                attend_head(qkv + b * width, row, keys, values, a, head, position, 128);
             else
-                rotate_and_attend_head(qkv + b * width, row, keys, values, a, head, position, size);
+                attend_head(qkv + b * width, row, keys, values, a, head, position, size);
         }
 }
 

@@ -38,7 +38,7 @@ class Attention(Structure):
 SIGNATURES = {
     "add_norm": [c_void_p] * 5 + [c_long] * 2 + [c_float, c_int],
     "swiglu": [c_void_p] * 2 + [c_long] * 2 + [c_int],
-    "rotate_and_attend": [c_void_p] * 3 + [c_long] * 2 + [c_void_p, c_long, POINTER(Attention), c_long, c_int],
+    "rotate_and_attend": [c_void_p] * 3 + [c_long] * 2 + [c_void_p, c_long] * 2 + [POINTER(Attention), c_long, c_int],
     "product": [c_void_p] * 6 + [c_long] * 3 + [c_int],
     "tile_sums": [c_void_p] * 2 + [c_long] * 3 + [c_int],
     "lanes": [],

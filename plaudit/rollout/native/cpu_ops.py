@@ -1,6 +1,7 @@
 """The engine's operations on a CPU, compiled from `cpu_kernels.c`; in torch where that has no compiled version."""
 
 import platform
+from collections.abc import Sequence
 from ctypes import byref
 from functools import cache
 
@@ -62,6 +63,7 @@ def rotate_and_attend(
     memory = cache.memory.data_ptr() + layer * cache.strides[1] * qkv_BE.element_size()
     library.rotate_and_attend(
         qkv_BE.data_ptr(), out_BE.data_ptr(), memory, cache.strides[0], cache.block_tokens,
+        cache.block_tables.data_ptr(), cache.block_tables.stride(0),
         positions_B.data_ptr(), positions_B.stride(0), byref(attention), len(qkv_BE), torch.get_num_threads(),
     )  # fmt: skip
     return out_BE
@@ -109,6 +111,14 @@ def _product_in_fp32(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> 
 def computes_products(dtype: torch.dtype) -> bool:
     """Whether our kernel is used for few rows: not for bf16 where oneDNN has instructions for it."""
     return library_for(dtype) is not None and not (dtype == torch.bfloat16 and multiplies_bf16())
+
+
+def rows_are_independent(dtype: torch.dtype, weights_OI: Sequence[Tensor], norms: Sequence[Tensor]) -> bool:
+    """Whether all operations of a step of few rows are ours, on rows that do not depend on each other."""
+    library = library_for(dtype)
+    if library is None or not computes_products(dtype):
+        return False
+    return _plain(dtype, *weights_OI, *norms) and all(weight_OI.shape[1] % library.lanes() == 0 for weight_OI in weights_OI)
 
 
 @cache

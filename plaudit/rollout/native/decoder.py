@@ -120,6 +120,15 @@ class FusedDecoder:
         cos, sin = self.model.get_decoder().rotary_emb(x, position_ids=positions)  # pyright: ignore
         return cos[0].contiguous(), sin[0].contiguous()
 
+    @property
+    def weights_OI(self) -> list[Tensor]:
+        return [fused.weight for layer in self.layers for fused in layer.products]
+
+    @property
+    def norms(self) -> list[Tensor]:
+        norms = (self.norm, *(norm for layer in self.layers for norm in (*layer.norms, *layer.head_norms)))
+        return [norm for norm in norms if norm is not None]
+
     def prepack(self) -> None:
         for fused in (fused for layer in self.layers for fused in layer.products):
             fused.prepacked = prepack_linear(fused.weight, fused.bias)

@@ -3,7 +3,8 @@
     while anything waits or runs:
         prefill prompts for which rows and memory are free     (one packed forward pass; a prompt's n samples share it)
         start their samples in free rows
-        one token for every running sequence                   (on a GPU one CUDA graph, from embedding to sampled token)
+        one token for every running sequence                   (on a GPU one CUDA graph, from embedding to sampled token;
+                                                                on a CPU drafts may make it several)
         collect the results of the previous step               (so the device never waits for the host)
         yield the samples that have ended
 
@@ -32,12 +33,14 @@ from plaudit.rollout.native.batch import (
     EMPTY_ROW,
     ENDED,
     IDLE,
+    RUNNING,
     BatchRows,
     DeviceSampling,
     SamplingBuffers,
     device_sampling,
 )
 from plaudit.rollout.native.cache import KVCache
+from plaudit.rollout.native.drafts import STEP_ROWS, Draft, Drafter
 from plaudit.rollout.native.forward import Forward
 from plaudit.rollout.native.graphs import rounded_rows
 from plaudit.rollout.native.scheduler import RunningSequence, Scheduler
@@ -54,9 +57,10 @@ ROUND_LENGTH = 64
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step in flight: the sequences in its rows, and where its results will be."""
+    """A step in flight: the sequences in its rows, the drafts in the rows after them, and where its results will be."""
 
     rows: list[RunningSequence | None]
+    drafts: list[Draft]
     results: Tensor
     done: torch.cuda.Event | None
 
@@ -70,6 +74,7 @@ class NativeEngine(Engine):
         max_sequences: int | None = None,
         reserved_bytes: int = 0,
         block_tokens: int | None = None,
+        drafts: bool = True,
     ):
         """Without a tokenizer, samples have no text. `reserved_bytes`: device memory that others hold while we sample."""
         self.model, self.tokenizer, self.reserved_bytes = model, tokenizer, reserved_bytes
@@ -83,6 +88,8 @@ class NativeEngine(Engine):
         self._sampling_buffers: SamplingBuffers = {}
         self.preempted = 0
         """Preemptions of prompts and sequences in the last call."""
+        self.drafts, self.drafted, self.accepted = drafts, 0, 0
+        """Whether to draft; tokens drafted in the last call, and how many of them were right."""
         self._busy = False
         verify_decode(self.forward)
 
@@ -103,9 +110,11 @@ class NativeEngine(Engine):
             scheduler = Scheduler(
                 requests, sampling, rows=rows, blocks=blocks, block_tokens=cache.block_tokens, prefill_tokens=prefill_tokens
             )
-            call = _Call(self.forward, scheduler, self._rows_for(rows), cache, on_device, stopping, self.version, self.on_step)
+            drafter = Drafter() if self.drafts and cache.blocks_match_rows and self.forward.rows_are_independent else None
+            state = self._rows_for(max(rows, STEP_ROWS))
+            call = _Call(self.forward, scheduler, state, cache, on_device, stopping, self.version, self.on_step, drafter)
             yield from call.run(STEPS_IN_FLIGHT[self.device.type])
-            self.preempted = scheduler.preempted
+            self.preempted, self.drafted, self.accepted = scheduler.preempted, call.drafted, call.accepted
         finally:
             self._busy = False
             self.forward.end()
@@ -129,7 +138,7 @@ class NativeEngine(Engine):
         """A cache with as many blocks as these requests may need, or as fit; and their number."""
         block_tokens = self.block_tokens or longest
         per_row = -(-longest // block_tokens)
-        cache, tables = self._cache, (rounded_rows(rows), next_power_of_2(per_row))
+        cache, tables = self._cache, (rounded_rows(max(rows, STEP_ROWS)), next_power_of_2(per_row))
         if cache is None or not cache.fits(self.forward.shape, block_tokens, tables):
             # Never shrink: calls alternate between larger and smaller ones.
             tables = (
@@ -171,9 +180,11 @@ class _Call:
         stopping: Stopping,
         version: int,
         on_step: Callable[[int], None],
+        drafter: Drafter | None = None,
     ):
         self.forward, self.scheduler, self.rows, self.cache = forward, scheduler, rows, cache
         self.sampling, self.stopping, self.version, self.on_step = sampling, stopping, version, on_step
+        self.drafter, self.drafted, self.accepted = drafter, 0, 0
         self.launched: deque[LaunchedStep] = deque()
 
     def run(self, in_flight: int) -> Iterator[Sample]:
@@ -205,12 +216,17 @@ class _Call:
     def _launch(self) -> None:
         scheduler = self.scheduler
         count = self._arrange()
+        drafts = self._draft()
         self._update_device()
-        longest = 0
+        self._add_rows(drafts)
+        longest = max((draft.sequence.position + draft.ahead + 1 for draft in drafts), default=0)
         for sequence in scheduler.rows[:count]:
             if sequence is not None:
                 longest = max(longest, sequence.position + 1)
                 sequence.launched = min(sequence.launched + 1, sequence.limit)
+        sequences = scheduler.rows[:count]
+        rows = sequences + [None] * (count - len(sequences)) + [draft.sequence for draft in drafts]
+        count = len(rows)
         self.forward.step(self.rows, count, self.cache, longest, self.sampling)
         results, done = self.rows.results_R4[:count], None
         if results.is_cuda:
@@ -219,8 +235,7 @@ class _Call:
             done.record()
         else:
             results = results.clone()
-        sequences = scheduler.rows[:count]
-        self.launched.append(LaunchedStep(sequences + [None] * (count - len(sequences)), results, done))
+        self.launched.append(LaunchedStep(rows, drafts, results, done))
 
     def _arrange(self) -> int:
         """Compact the batch where that makes the step smaller. Returns the number of rows."""
@@ -234,6 +249,22 @@ class _Call:
             scheduler.compact()
         return rounded_rows(scheduler.extent)
 
+    def _draft(self) -> list[Draft]:
+        """Not while prompts wait: with drafts other prompts would be prefilled together, and prefill's bits depend on that."""
+        scheduler = self.scheduler
+        if self.drafter is None or scheduler.waiting or scheduler.prefilling:
+            return []
+        return self.drafter.propose([sequence for sequence in scheduler.rows[: scheduler.running] if sequence is not None])
+
+    def _add_rows(self, drafts: Sequence[Draft]) -> None:
+        """After the running sequences' rows, one for each draft, in its sequence's block."""
+        if not drafts:
+            return
+        rows = range(self.scheduler.running, self.scheduler.running + len(drafts))
+        self.rows.update([(row, -1, *self._columns(d.sequence, d.token, d.ahead)) for row, d in zip(rows, drafts, strict=True)])
+        self._set_block_tables(rows, [draft.sequence for draft in drafts])
+        self.drafted += len(drafts)
+
     def _update_device(self) -> None:
         """Copy changed rows and block tables to the device."""
         scheduler = self.scheduler
@@ -242,13 +273,15 @@ class _Call:
             self.rows.update(changes)
             scheduler.changed_rows.clear()
         if scheduler.changed_tables:
-            rows = [row for row in sorted(scheduler.changed_tables) if scheduler.rows[row] is not None]
-            tables = np.zeros((len(rows), self.cache.block_tables.shape[1]), dtype=np.int32)
-            for table, row in zip(tables, rows, strict=True):
-                blocks = scheduler.rows[row].blocks  # pyright: ignore
-                table[: len(blocks)] = blocks
-            self.cache.set_block_tables(rows, tables)
+            changed = [(row, sequence) for row in sorted(scheduler.changed_tables) if (sequence := scheduler.rows[row]) is not None]
+            self._set_block_tables([row for row, _ in changed], [sequence for _, sequence in changed])
             scheduler.changed_tables.clear()
+
+    def _set_block_tables(self, rows: Sequence[int], sequences: Sequence[RunningSequence]) -> None:
+        tables = np.zeros((len(rows), self.cache.block_tables.shape[1]), dtype=np.int32)
+        for table, sequence in zip(tables, sequences, strict=True):
+            table[: len(sequence.blocks)] = sequence.blocks
+        self.cache.set_block_tables(rows, tables)
 
     def _state(self, row: int) -> tuple[int, ...]:
         """(The row it is copied from, or −1; else the columns themselves.)"""
@@ -258,8 +291,10 @@ class _Call:
         source, sequence.device_row = sequence.device_row, row
         if source is not None:
             return (source, *EMPTY_ROW)
-        token = sequence.tokens[-1] if sequence.tokens else int(sequence.request.tokens[-1])
-        return (-1, token, sequence.position, sequence.key, len(sequence.tokens), sequence.limit)
+        return (-1, *self._columns(sequence, sequence.tokens[-1] if sequence.tokens else int(sequence.request.tokens[-1]), 0))
+
+    def _columns(self, sequence: RunningSequence, token: int, ahead: int) -> tuple[int, ...]:
+        return (token, sequence.position + ahead, sequence.key, len(sequence.tokens) + ahead, sequence.limit)
 
     # Results
 
@@ -269,11 +304,15 @@ class _Call:
         if step.done is not None:
             step.done.synchronize()
         results = step.results.numpy()
-        self.on_step(int((results[:, 0] != IDLE).sum()))
-        columns = (*results[:, :2].T.tolist(), *results[:, 2:].view(np.float32).T.tolist())
-        for sequence, status, token, logprob, untempered in zip(step.rows, *columns, strict=True):
-            if status == IDLE or sequence is None or sequence.row is None:
-                continue  # unused, or already ended by a stop string
+        statuses, tokens = results[:, :2].T.tolist()
+        kept = self._kept(step, statuses, tokens)
+        self.on_step(sum(kept))
+        columns = (statuses, tokens, *results[:, 2:].view(np.float32).T.tolist())
+        for row, (sequence, status, token, logprob, untempered) in enumerate(zip(step.rows, *columns, strict=True)):
+            if not kept[row] or sequence is None or sequence.row is None:
+                continue  # unused, a wrong draft, or already ended by a stop string
+            if row >= len(step.rows) - len(step.drafts):
+                self._move_on(sequence, row)
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.untempered.append(untempered)
@@ -281,6 +320,24 @@ class _Call:
             if stopped or status == AT_LIMIT:
                 self.scheduler.remove(sequence)
                 yield self._sample(sequence, "finished" if stopped else "truncated")
+
+    def _kept(self, step: LaunchedStep, statuses: list[int], tokens: list[int]) -> list[bool]:
+        """By row: whether its token was drawn after the tokens that the sequence has."""
+        kept = [status != IDLE for status in statuses[: len(step.rows) - len(step.drafts)]]
+        newest = {sequence: row for row, sequence in enumerate(step.rows[: len(kept)])}
+        for row, draft in enumerate(step.drafts, len(kept)):
+            before = newest[draft.sequence]
+            kept.append(kept[before] and statuses[before] == RUNNING and tokens[before] == draft.token)
+            newest[draft.sequence] = row
+        self.accepted += sum(kept[len(kept) - len(step.drafts) :])
+        return kept
+
+    def _move_on(self, sequence: RunningSequence, row: int) -> None:
+        """Continue a sequence from the state of a right draft's row."""
+        assert sequence.row is not None
+        sequence.device_row = row
+        sequence.launched += 1
+        self.scheduler.changed_rows.add(sequence.row)
 
     def _sample(self, sequence: RunningSequence, status) -> Sample:
         return Sample(

@@ -11,6 +11,7 @@ from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.fused import can_fuse
 from plaudit.models.heads import Heads
 from plaudit.models.logprobs import logits_of
+from plaudit.models.residual import has_fp32_residual
 from plaudit.rollout.native import cpu_ops, torch_ops
 from plaudit.rollout.native.attention import DecodeStep, PrefillStep
 from plaudit.rollout.native.batch import BatchRows, DeviceSampling
@@ -50,6 +51,16 @@ class Forward:
     def end(self) -> None:
         self._prepacked_head, self._steps = None, 0
         self.decoder.drop_prepacked()
+
+    @property
+    def rows_are_independent(self) -> bool:
+        """Whether drafts may be rows of a step: every row gets the same bits whatever the others are, as long as they are few, and
+        sees the keys of all. Not on a GPU, where attention writes a row's key while other rows read."""
+        if self.shape.device.type != "cpu" or not isinstance(self.decoder, FusedDecoder):
+            return False
+        if self.shape.dtype != torch.float32 and not has_fp32_residual(self.model):
+            return False
+        return cpu_ops.rows_are_independent(self.shape.dtype, [self.head, *self.decoder.weights_OI], self.decoder.norms)
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[PrefillChunk], cache: KVCache) -> None:

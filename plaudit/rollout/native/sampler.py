@@ -44,7 +44,7 @@ def draw(logits_BV: Tensor, keys_B: Tensor, sampling: Sampling) -> Drawn:
     else:
         tokens_B = _draw_in_tiles(scaled_BV, sums_BT, keys_B)
     logprobs_B = _at(scaled_BV, tokens_B) - total_B
-    return Drawn(tokens_B, logprobs_B, _at(logits_BV, tokens_B) - logits_BV.logsumexp(-1) if tempered else logprobs_B)
+    return Drawn(tokens_B, logprobs_B, _at(logits_BV, tokens_B) - tile_sums(logits_BV).logsumexp(-1) if tempered else logprobs_B)
 
 
 def is_truncated(sampling: Sampling, vocabulary: int) -> bool:
