@@ -430,7 +430,7 @@ class RLRecipe(Section):
 
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = (
         *ANY_RESUME, "run.validate_every", "run.keep_samples", "run.keep_tokens", "validation.metrics",
-        "rewards.*.max_failure_rate", "rewards.*.workers",
+        "rollout.drafts", "rewards.*.max_failure_rate", "rewards.*.workers",
         "rewards.*.cache", "audit.*", "eval.*", "critic.placement", "critic.optim.placement", "reference.placement",
         *(f"rewards.*.{inside}model.{setting}" for inside in INSIDE for setting in HOW_MODELS_ARE_REACHED),
         # Not the retries of unreadable answers: they change which answer is read.

@@ -115,6 +115,9 @@ class RolloutSettings(Section):
     model's folder, if there is one; [] for none."""
     max_sequences: PositiveInt | None = None
     """Sequences sampled concurrently; default: 256 on a CPU, 1024 on a GPU. Fewer if memory runs short."""
+    drafts: bool = True
+    """engine: native, on a CPU. While fewer than 8 sequences run, guess next tokens from text that repeats and check several in one
+    step. The samples are the same; there are fewer steps (docs/engine.md)."""
 
     @property
     def files(self) -> list[Path]:
@@ -122,7 +125,8 @@ class RolloutSettings(Section):
         return [] if self.engine in ENGINES else [Path(self.engine.rpartition(":")[0]).expanduser()]
 
     def ineffective_settings(self) -> dict[str, str]:
-        return {} if self.engine in SERVED_ENGINES else {"server": f"rollout.engine is {self.engine}, which has no server"}
+        found = {} if self.engine in SERVED_ENGINES else {"server": f"rollout.engine is {self.engine}, which has no server"}
+        return found | ({} if self.engine == "native" else {"drafts": f"rollout.engine is {self.engine}, and drafts are native's"})
 
     @field_validator("engine")
     @classmethod

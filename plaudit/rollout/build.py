@@ -13,7 +13,8 @@ def build_engine(setup: EngineSetup) -> Engine:
     """The engine that `rollout.engine` names."""
     kind = engine_class(setup.rollout.engine)
     if setup.rollout.engine == "native":
-        return kind(setup.model, setup.tokenizer, max_sequences=setup.rollout.max_sequences, reserved_bytes=setup.reserved_bytes)  # pyright: ignore
+        options = {"max_sequences": setup.rollout.max_sequences, "drafts": setup.rollout.drafts}
+        return kind(setup.model, setup.tokenizer, reserved_bytes=setup.reserved_bytes, **options)  # pyright: ignore
     with engine_faults(kind):
         return kind(setup)  # pyright: ignore[reportCallIssue] (every other engine takes its setup)
 
