@@ -14,8 +14,8 @@ from typing import NamedTuple
 from plaudit.rollout.native.scheduler import RunningSequence
 
 STEP_ROWS = 8  # of a step with drafts, at most: with more, a step takes as long as they need, not as reading the weights does
-READ_COST = 6  # reading the weights takes as long as computing so many rows (measured: 8 in bf16, 13 in fp32)
-INDEXED, LONGEST = 4, 8  # tokens: matches are looked up by up to so many, and their lengths counted up to so many
+READ_COST = 6  # rows that could be computed in the time it takes to read the weights (measured: 8 in bf16, 13 in fp32)
+INDEXED, LONGEST = 4, 8  # tokens: the longest match that is looked up, and the longest that is counted as such
 # By the number of matching tokens: how likely the next one is right, before any has been seen, and how many this counts for.
 PRIOR, PRIOR_COUNT = (0.0, 0.1, 0.2, 0.35, 0.5, 0.6, 0.6, 0.7, 0.7), 4
 
@@ -81,7 +81,7 @@ class Drafter:
         """The drafts that are worth their rows, each after those that it follows.
 
         A step of R rows takes READ_COST + R and yields E tokens, on average. One more row, right with probability p, raises the
-        tokens per time if p / 1 > E / (READ_COST + R).
+        tokens per time if p > E / (READ_COST + R).
         """
         if len(sequences) >= STEP_ROWS:
             return []
