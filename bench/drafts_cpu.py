@@ -10,7 +10,9 @@ changes less than seconds; runs with and without drafts alternate, and the best 
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +35,10 @@ def texts_of(kind: str, count: int) -> list[str]:
         return PROMPTS[:count]
     texts = [" ".join((PROMPTS * 2)[i : i + 4]) for i in range(count)]
     return [f"{text}\n\n{text}\n\n{text[:20]}" for text in texts]
+
+
+def chat_tokens(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False)
 
 
 def run(engine: NativeEngine, prompts: list[np.ndarray], at_a_time: int, sampling: Sampling) -> dict:
@@ -65,10 +71,8 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for kind in args.kinds:
         texts = texts_of(kind, max(COUNTS.values()))
-        chats = [[{"role": "user", "content": text}] for text in texts]
-        options = {"add_generation_prompt": True, "return_dict": False}
-        encoded = map(tokenizer.encode, texts) if kind == "copy" else (tokenizer.apply_chat_template(c, **options) for c in chats)
-        prompts = [np.array(tokens) for tokens in encoded]
+        encode = tokenizer.encode if kind == "copy" else partial(chat_tokens, tokenizer)
+        prompts = [np.array(encode(text)) for text in texts]
         for temperature in (0.0, 1.0):
             for at_a_time in args.sequences:
                 runs: dict[bool, list[dict]] = {False: [], True: []}
