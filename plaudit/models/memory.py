@@ -145,7 +145,7 @@ def plan_memory(
     half = resolve_dtype(recipe.dtype, device) == torch.bfloat16
     size = 2 if half else 4
     fused = half and device.type == "cuda" and counts.can_be_fused and not recipe.liger
-    can_merge = fused or (device.type == "cpu" and counts.can_be_fused)
+    can_merge = counts.merged > 0 and (fused or (device.type == "cpu" and counts.can_be_fused))
     merged = can_merge and recipe.lora is not None and not recipe.lora.dropout and sharding != "full"
     on_kernels = recipe.liger or (fused and (merged or not recipe.lora))
     has_masters = half and not recipe.lora and sharding != "full"
@@ -224,6 +224,7 @@ def _count(config: PretrainedConfig, recipe: ModelSettings, *, scalar: bool) -> 
         sizes = [p.numel() for p in model.parameters()]
         layers = [sum(p.numel() for p in m.parameters()) for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         adapted = _adapted(model, recipe.lora) if recipe.lora else []
+        adapts_others = recipe.lora is not None and _adapts_others(model, recipe.lora)
         rank = recipe.lora.rank if recipe.lora else 0
         trainable = rank * sum(m.in_features + m.out_features for m in adapted) if recipe.lora else sum(sizes)
         layer = max(layers, default=0)
@@ -239,7 +240,7 @@ def _count(config: PretrainedConfig, recipe: ModelSettings, *, scalar: bool) -> 
             adapted_inputs=sum(linear.in_features for linear in adapted),
             # A classifier's decoder is fused like that of any other model.
             can_be_fused=(can_be_fused := can_train_fused(model.get_decoder())),
-            merged=_count_merged(model.get_decoder(), adapted) if can_be_fused else 0,
+            merged=_count_merged(model.get_decoder(), adapted) if can_be_fused and not adapts_others else 0,
         )
     return _COUNTS[key]
 
@@ -295,6 +296,12 @@ def _adapted(model: torch.nn.Module, lora: LoraSettings) -> list[torch.nn.Linear
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", "score")) and _is_target(name, lora.targets)
     ]
+
+
+def _adapts_others(model: torch.nn.Module, lora: LoraSettings) -> bool:
+    """Whether a module that is not linear, as the embeddings, has an adapter: then all are computed by peft's modules."""
+    others = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
+    return lora.targets != "all-linear" and any(_is_target(name, lora.targets) for name in others)
 
 
 def _is_target(name: str, targets: str | tuple[str, ...]) -> bool:

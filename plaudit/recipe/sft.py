@@ -45,7 +45,7 @@ class SFTTrainSettings(Section):
     next epoch are a step; the run's last step may be short. drop: that epoch leaves them out (verl, TRL's GRPO)."""
     tokens_per_micro_batch: MicroBatch = "auto"
     """Tokens per forward pass. Affects memory and speed, never the gradient. A longer row is a micro-batch by itself. auto: on a
-    GPU as many as there is memory for, up to 65,536, decided when a run starts; 16,384 on a CPU."""
+    GPU as many as there is memory for, up to 32,768, decided when a run starts; 16,384 on a CPU."""
     max_skipped_steps: NonNegativeInt = 10
     """Steps with a non-finite loss or gradient are skipped; more of them than this stop the run."""
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from plaudit.errors import PlauditError
 from plaudit.models.devices import resolve_device
 from plaudit.models.folder import read_config
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, Sharding, gigabytes, widest_activation
@@ -32,16 +31,16 @@ from plaudit.world import World
 Report = Callable[[str], object]
 """Receives a line with a decision and its reason."""
 
-LARGEST_MICRO_BATCH = 65_536
-"""Tokens. Four times the work of 16,384 for as many launches: with those, a GPU waits for Python at 0.5B, the smallest common size
-(bench/README.md). And no more sequences, each with a token of its own at least, than a kernel's grid has room for in its second
-dimension (65,535)."""
+LARGEST_MICRO_BATCH = 32_768
+"""Tokens. Twice the work of 16,384 for as many launches: with those, a GPU waits for Python at 0.5B, the smallest common size
+(bench/README.md). Larger ones have not been measured; beyond 65,535 there could be more sequences than a kernel's grid has room for
+in its second dimension."""
 SMALLEST_MICRO_BATCH = 2_048
 SMALLEST_BEFORE_RECOMPUTING = 4_096
 """Down to here, smaller micro-batches cost less than recomputing, which takes up to a third more time: each reads all weights and
 adds to all gradients, 12 bytes per parameter against 6 × 4,096 operations, which take a GPU at least ten times as long. Below,
 passes are too short to keep it busy."""
-MICRO_BATCHES = [LARGEST_MICRO_BATCH >> halved for halved in range(6)]
+MICRO_BATCHES = [LARGEST_MICRO_BATCH >> halved for halved in range(5)]
 ROOMY_SHARE = 0.75
 """Share of a GPU's memory that larger micro-batches than usual may fill. Torch reserves up to 1/0.84 of what was planned
 (bench/README.md), and so stays within SAFE_SHARE."""
@@ -118,13 +117,9 @@ def resolve_micro_batch(
     tokens = choose_micro_batch(recipe, lengths, processes) if chosen is None else chosen
     resolved = _with_micro_batch(recipe, tokens)
     if processes.device(recipe.run.device).type == "cuda":  # a CPU has no choice to report
-        with suppress(*UNPLANNABLE):
+        with suppress(Exception):
             report(f"train.tokens_per_micro_batch: {tokens:,}{_describe_fit(resolved, lengths, processes)}")
     return resolved
-
-
-UNPLANNABLE = PlauditError, OSError, ValueError, AttributeError
-"""A model whose config a plan cannot read may still be trained, or has a better message when it is loaded."""
 
 
 def choose_micro_batch(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> int:
@@ -136,7 +131,7 @@ def choose_micro_batch(recipe: TrainingRecipe, lengths: Lengths, processes: Proc
     available = processes.available(device, device)
     if device != "cuda" or not math.isfinite(available):
         return USUAL_MICRO_BATCH
-    with suppress(*UNPLANNABLE):
+    with suppress(Exception):  # a model that cannot be planned may still be trained, or has a better message when it is loaded
         sizes = _possible_sizes(recipe, lengths, processes)
         critic = recipe.critic if isinstance(recipe, RLRecipe) else None
         recomputes = "auto" in (recipe.model.gradient_checkpointing, critic and critic.gradient_checkpointing)
@@ -162,6 +157,8 @@ def _possible_sizes(recipe: TrainingRecipe, lengths: Lengths, processes: Process
     most = MOST_ELEMENTS // widest_activation(config)
     update = update_tokens(recipe, lengths)
     needed = max(USUAL_MICRO_BATCH, math.ceil(update.together / processes.size))
+    if isinstance(recipe, RLRecipe) and recipe.rollout.lag:
+        most = min(most, USUAL_MICRO_BATCH)  # the next step is sampled and scored meanwhile
     sizes = [size for size in MICRO_BATCHES if size <= most and size < 2 * needed] or [SMALLEST_MICRO_BATCH]
     return [size for size in sizes if 2 * size > update.longest] or sizes[:1]
 

@@ -59,9 +59,8 @@ def test_by_hand(sft_of):
     for tokens in MICRO_BATCHES:
         assert training(sft_of("0.5B", tokens), gpu(H200)) == full(tokens)
     for memory, expected in [
-        (H200, 65_536),  # 84 GB are within three quarters of it
-        (full(65_536) / 0.75 + 1, 65_536),
-        (full(65_536) / 0.75 - 1, 32_768),
+        (H200, 32_768),
+        (full(32_768) / 0.75 + 1, 32_768),  # three quarters
         (full(32_768) / 0.75 - 1, 16_384),
         (full(16_384) / 0.9 + 1, 16_384),  # as usual: nine tenths will do
         (full(16_384) / 0.9 - 1, 8_192),
@@ -80,24 +79,25 @@ def test_larger_models_have_smaller_micro_batches(sft_of):
     assert choose_micro_batch(sft_of("7B", **lora), None, gpu(A100)) == 4_096, "8,192 would take 73.0 GB of 80"
 
 
-def test_no_tensor_gets_too_many_elements(sft_of):
-    """Gate and up of 65,536 tokens at 7B would have 2.5e9, more than 32 bits can count."""
+def test_no_tensor_gets_too_many_elements(sft_of, monkeypatch):
+    """Gate and up of 32,768 tokens at 7B have 1.2e9."""
     checkpointed = {"model": {"lora": {"rank": 16}, "gradient_checkpointing": True}}
-    assert training(sft_of("7B", 65_536, **checkpointed), gpu(H200)) < 0.75 * H200
     assert choose_micro_batch(sft_of("7B", **checkpointed), None, gpu(H200)) == 32_768
+    monkeypatch.setattr(auto, "MOST_ELEMENTS", 1_200_000_000)
+    assert choose_micro_batch(sft_of("7B", **checkpointed), None, gpu(H200)) == 16_384
 
 
 def test_no_more_than_an_update_has(sft_of):
-    assert choose_micro_batch(sft_of("0.5B", rows=16), None, gpu(H200)) == 32_768, "which holds all of it"
-    assert choose_micro_batch(sft_of("0.5B", rows=17), None, gpu(H200)) == 65_536
-    assert choose_micro_batch(sft_of("0.5B", rows=17), None, gpu(H200, size=2)) == 32_768, "each process has half of it"
+    assert choose_micro_batch(sft_of("0.5B", rows=8), None, gpu(H200)) == 16_384, "which holds all of it"
+    assert choose_micro_batch(sft_of("0.5B", rows=9), None, gpu(H200)) == 32_768
+    assert choose_micro_batch(sft_of("0.5B", rows=9), None, gpu(H200, size=2)) == 16_384, "each process has half of it"
     assert choose_micro_batch(sft_of("0.5B", rows=512), [10] * 600, gpu(H200)) == 16_384, "as usual if that is enough"
 
 
 def test_larger_ones_leave_others_their_memory(sft_of, tiny_model, prompts_file, tmp_path, monkeypatch):
     """Other processes, and judges that are launched on the same GPU; the usual number does not depend on them."""
     with monkeypatch.context() as patch:
-        for taken, expected in {30e9: 65_536, 40e9: 32_768, 140e9: 16_384}.items():
+        for taken, expected in {80e9: 32_768, 90e9: 16_384, 140e9: 16_384}.items():
             patch.setattr(Processes, "taken_by_others", lambda _, taken=taken: taken)
             assert choose_micro_batch(sft_of("0.5B"), None, gpu(H200)) == expected
 
@@ -108,17 +108,17 @@ def test_larger_ones_leave_others_their_memory(sft_of, tiny_model, prompts_file,
         tree |= {"train": {"prompts_per_step": 999}, "rollout": {"n": 99}}
         return choose_micro_batch(load_recipe(write_recipe(tmp_path / "rl.yaml", {"stage": "rl", **tree})).recipe, None, gpu(A100))
 
-    assert rl(0.2) == 65_536
+    assert rl(0.2) == 32_768
     assert rl(0.99) == 16_384
-    assert rl(0.9, sleep=True) == 65_536, "it leaves before an update"
+    assert rl(0.9, sleep=True) == 32_768, "it leaves before an update"
 
 
 def test_a_long_sequence_takes_its_memory_in_any_case(sft_of):
     """Halves below it would cost time and save nothing."""
     long = {"max_tokens": 20_000}
     assert choose_micro_batch(sft_of("0.5B", **long), None, gpu(1e9)) == 16_384
-    assert choose_micro_batch(sft_of("0.5B", max_tokens=500_000), None, gpu(1e9)) == 65_536
-    assert choose_micro_batch(sft_of("0.5B", **long), None, gpu(H200)) == 65_536
+    assert choose_micro_batch(sft_of("0.5B", max_tokens=500_000), None, gpu(1e9)) == 32_768
+    assert choose_micro_batch(sft_of("0.5B", **long), None, gpu(H200)) == 32_768
 
 
 def test_layers_are_checkpointed_where_4096_tokens_do_not_fit(sft_of):
@@ -158,7 +158,7 @@ def test_the_number_fits_or_is_the_smallest_and_a_larger_one_would_not(sft_of):
         assert tokens in MICRO_BATCHES
         if training(resolved, processes) > (0.75 if tokens > 16_384 else 0.9) * memory:
             assert tokens == min(size for size in MICRO_BATCHES if 2 * size > sizes["max_tokens"]), why
-        if tokens < 65_536 and checkpointing != "auto":
+        if tokens < 32_768 and checkpointing != "auto":
             larger = sft_of("0.5B", 2 * tokens, model=model, **sizes)
             needless = tokens >= 16_384 and size * tokens >= sizes["rows"] * sizes["max_tokens"]
             assert needless or training(larger, processes) > (0.75 if tokens >= 16_384 else 0.9) * memory, why
@@ -358,7 +358,7 @@ def test_the_doctor_prints_what_auto_is(plaudit, recipe, tmp_path):
 
     line = "train.tokens_per_micro_batch: 16,384, with which training takes about"
     assert line in doctor("--gpu-memory", "80")
-    assert "tokens_per_micro_batch: 65,536" in doctor("--gpu-memory", "80", "train.rows_per_step=1000")
+    assert "tokens_per_micro_batch: 32,768" in doctor("--gpu-memory", "80", "train.rows_per_step=1000")
     assert "train.tokens_per_micro_batch" not in doctor("--gpu-memory", "80", "train.tokens_per_micro_batch=512")
     small = doctor("--gpu-memory", "1")
     assert "which may be too much: set model.gradient_checkpointing=auto or set optim.placement=offload or use model.lora" in small

@@ -83,7 +83,7 @@ def openmp_runtime() -> str | None:
     """The OpenMP library that torch has loaded. Some builds bring one under a name of its own; with the system's besides, there
     would be two sets of threads for the same cores."""
     try:
-        loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+        loaded = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     except OSError:
         return None
     own = str(Path(torch.__file__).parent)  # other packages may have brought one too

@@ -324,6 +324,8 @@ class _Call:
     def _kept(self, step: LaunchedStep, statuses: list[int], tokens: list[int]) -> list[bool]:
         """By row: whether its token was drawn after the tokens that the sequence has."""
         kept = [status != IDLE for status in statuses[: len(step.rows) - len(step.drafts)]]
+        if not step.drafts:
+            return kept
         newest = {sequence: row for row, sequence in enumerate(step.rows[: len(kept)])}
         for row, draft in enumerate(step.drafts, len(kept)):
             before = newest[draft.sequence]
