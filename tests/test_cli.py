@@ -661,6 +661,13 @@ ADAPTERS = 2 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 160))  # r
 MERGED = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 160)  # a second copy of these
 
 
+@pytest.mark.parametrize(("targets", "merged"), [(["q_proj"], 2 * (64 * 64 + 2 * 64 * 32)), (["q_proj", "embed_tokens"], 0)])
+def test_adapters_of_other_modules_are_planned_as_peft_computes_them(tiny_model, targets, merged):
+    """Queries, keys and values are one product. With an adapter of the embeddings, nothing is merged."""
+    model = ModelSettings.model_validate({"path": str(tiny_model), "dtype": "float32", "lora": {"rank": 4, "targets": targets}})
+    assert plan_memory(model, torch.device("cpu"), micro_batch=1000).merged == 4 * merged
+
+
 @pytest.mark.parametrize(
     ("settings", "device", "weights", "training"),
     [

@@ -87,6 +87,16 @@ def test_no_tensor_gets_too_many_elements(sft_of, monkeypatch):
     assert choose_micro_batch(sft_of("7B", **checkpointed), None, gpu(H200)) == 16_384
 
 
+def test_a_model_that_cannot_be_planned_is_trained_as_usual(sft_of, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise ImportError("flash_attn is not installed")
+
+    monkeypatch.setattr(auto, "plan_devices", fail)
+    lines: list[str] = []
+    assert resolve_auto(sft_of("0.5B"), None, lines.append, gpu(H200)).train.tokens_per_micro_batch == 16_384
+    assert not lines
+
+
 def test_no_more_than_an_update_has(sft_of):
     assert choose_micro_batch(sft_of("0.5B", rows=8), None, gpu(H200)) == 16_384, "which holds all of it"
     assert choose_micro_batch(sft_of("0.5B", rows=9), None, gpu(H200)) == 32_768
@@ -101,15 +111,16 @@ def test_larger_ones_leave_others_their_memory(sft_of, tiny_model, prompts_file,
             patch.setattr(Processes, "taken_by_others", lambda _, taken=taken: taken)
             assert choose_micro_batch(sft_of("0.5B"), None, gpu(H200)) == expected
 
-    def rl(share: float, **model: Any) -> int:
+    def rl(share: float, lag: int = 0, **model: Any) -> int:
         served = {"path": str(tiny_model), "placement": "launch", "arguments": [f"--gpu-memory-utilization {share}"], **model}
         judge = {"kind": "scalar_model", "name": "score", "model": served}
         tree = rl_recipe(tiny_model, prompts_file, tmp_path / "run", judge)
-        tree |= {"train": {"prompts_per_step": 999}, "rollout": {"n": 99}}
+        tree |= {"train": {"prompts_per_step": 999}, "rollout": {"n": 99, "lag": lag}}
         return choose_micro_batch(load_recipe(write_recipe(tmp_path / "rl.yaml", {"stage": "rl", **tree})).recipe, None, gpu(A100))
 
     assert rl(0.2) == 32_768
     assert rl(0.99) == 16_384
+    assert rl(0.2, lag=1) == 16_384, "the next step is sampled and scored meanwhile"
     assert rl(0.9, sleep=True) == 32_768, "it leaves before an update"
 
 
