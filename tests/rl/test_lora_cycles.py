@@ -89,8 +89,8 @@ class Alive(NamedTuple):
 
 
 def assert_no_growth(alive: Sequence[Alive]) -> None:
-    """Of five counts, ten steps apart. Buffers for results have the size of the longest response so far, and the first steps of a
-    kind (one whose rewards are all equal) leave modules and caches; a row of metrics is kept for each step."""
+    """Of five counts, ten steps apart. Buffers for results have the size of the longest response so far, a row of metrics is kept
+    for each step, and something may be made once in the middle: a leak grows in every interval."""
     assert len({one.tensors for one in alive}) == 1
     assert max(one.bytes for one in alive) < 1.01 * alive[0].bytes
     growth = sorted(now.objects - before.objects for before, now in pairwise(alive))
@@ -99,7 +99,7 @@ def assert_no_growth(alive: Sequence[Alive]) -> None:
 
 def assert_no_drift(apart: Sequence[float], model: dict[str, Any]) -> None:
     """Mean differences of log-probs, step by step."""
-    assert max(apart) < (3e-3 if model["dtype"] == "bfloat16" else 3e-6), "the rounding of few small numbers, not other weights"
+    assert max(apart) < (3e-3 if model["dtype"] == "bfloat16" else 3e-6), "weights that are one update old are 7e-3 apart or more"
     assert max(apart[25:]) < 4 * max(apart[:25])
 
 
