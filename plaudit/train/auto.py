@@ -168,8 +168,8 @@ def _with_micro_batch(recipe: Trained, tokens: int) -> Trained:
 
 
 def _unplanned(recipe: TrainingRecipe, available: float, processes: Processes) -> float:
-    """Memory of the GPU that is taken by what no plan counts: launched servers that never sleep, and processes of others. These
-    cannot be told from our own servers, which may be starting: then, only those count."""
+    """Memory of the GPU that no plan counts: that of launched servers that never sleep; without any, that of other processes. Not
+    both: a server that is starting would be counted twice."""
     rewards = [reward for _, reward in local_reward_models(recipe)]
     launched = [reward for reward in rewards if reward.model.placement == "launch" and reward.model.gpus is None]
     if launched:
