@@ -1,14 +1,18 @@
 """plaudit's side of gpu_step.py, run in a separate process: steps of one section, size and kind, as a recipe's loop makes them."""
 
+import json
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from native_rollout import build, requests_of, scored
+from rollout_work import config_of
 from step_work import (
     LORA_ALPHA,
     LORA_RANK,
@@ -40,7 +44,9 @@ from plaudit.recipe import DPORecipe, LoraSettings, RLRecipe, SFTRecipe
 from plaudit.rl.learner import Learner
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native.engine import NativeEngine
+from plaudit.train.auto import resolve_auto
 from plaudit.train.build import build_trainer
+from plaudit.train.memory_plan import plan_devices
 from plaudit.train.trainer import Trainer, compute_repeatably
 from plaudit.types import Example, Pair, Sample
 from plaudit.world import World
@@ -49,22 +55,29 @@ RECIPES = {"rl": RLRecipe, "sft": SFTRecipe, "dpo": DPORecipe}
 Step = Callable[[int], dict[str, float]]
 
 
-def recipe_of(job: dict, steps: Steps, budget: int) -> Any:
-    """The section's recipe with the job's overrides."""
+def recipe_of(job: dict, steps: Steps, work: Any, folder: Path) -> tuple[Any, str]:
+    """The section's recipe with the job's overrides, `auto` resolved as the commands do; and the memory planned for training.
+    `folder` gets what planning reads of a model."""
+    (folder / "config.json").write_text(json.dumps(config_of(job["size"], work)))
+    (folder / "model.safetensors").touch()  # planning asks only whether there is one
     lora = {"rank": LORA_RANK, "alpha": LORA_ALPHA} if job["kind"] == "lora" else None
     # 7B with all weights: AdamW's moments and master weights (91 GB) leave no room for the rest.
     large = job["size"] == "7B" and lora is None
     settings: dict[str, Any] = {
-        "model": {"path": job["size"], "gradient_checkpointing": job["checkpoint"] or large, "lora": lora},
+        "model": {"path": str(folder), "gradient_checkpointing": True if job["checkpoint"] else "auto", "lora": lora},
         "data": {"train": "none"},
-        "train": {"tokens_per_micro_batch": budget},
+        "train": {"tokens_per_micro_batch": max(work.tokens_per_micro_batch, steps.longest) if job["tiny"] else "auto"},
         "optim": {"lr": LR[job["kind"]], "schedule": "constant", "placement": "offload" if large else "resident"},
         "run": {"dir": "none", "device": job["device"]},
     }
     if steps.stage == "rl":
         settings |= {"rollout": {"n": steps.n, "max_new_tokens": steps.new_tokens}, "rewards": [{"kind": "exact"}]}
         settings["train"]["prompts_per_step"] = steps.rows
-    return check_section(RECIPES[steps.stage], settings, "gpu_step.py", job["set"])
+    recipe = check_section(RECIPES[steps.stage], settings, "gpu_step.py", job["set"])
+    lengths = [steps.prompt_tokens if steps.stage == "rl" else steps.longest * (1 + (steps.stage == "dpo"))] * steps.rows
+    resolved = resolve_auto(recipe, lengths)
+    budget = plan_devices(resolved, lengths)[job["device"]]
+    return resolved, f"{budget.at('training', fixed_only=True) / 1e9:.1f} GB"
 
 
 def policy_of(job: dict, recipe: Any, work: Any) -> TrainableModel:
@@ -188,7 +201,8 @@ STAGES = {"rl": rl_step, "sft": sft_step, "dpo": dpo_step}
 
 def run(job: dict, report: Report) -> dict[str, float]:
     steps, work = steps_of(job)
-    recipe = recipe_of(job, steps, max(work.tokens_per_micro_batch, steps.longest))
+    with tempfile.TemporaryDirectory() as folder:
+        recipe, planned = recipe_of(job, steps, work, Path(folder))
     if recipe.run.deterministic:
         compute_repeatably(torch.device(job["device"]))
     total = job["warm_up"] + job["steps"]
@@ -199,6 +213,7 @@ def run(job: dict, report: Report) -> dict[str, float]:
         {
             "tokens per micro-batch": recipe.train.tokens_per_micro_batch, "gradient checkpointing": model.gradient_checkpointing,
             "optimiser": f"AdamW, fp32 masters and moments, {recipe.optim.placement}", "deterministic": recipe.run.deterministic,
+            "planned for training": planned,
             **({"LoRA": f"rank {model.lora.rank}, {model.lora.targets}"} if model.lora else {}),
             **({"overrides": " ".join(job["set"])} if job["set"] else {}),
         }
