@@ -17,6 +17,7 @@ from plaudit.convert.cli import convert
 from plaudit.doctor.engine_command import engine_command
 from plaudit.errors import PlauditError, nearest_path
 from plaudit.evaluation.cli import evaluate
+from plaudit.heavy_imports import heavy_imports
 from plaudit.host import raise_open_file_limit, require_supported_system
 from plaudit.inputs import load_checked, require_causal_model, require_model, require_servers
 from plaudit.loops.cli import sample
@@ -173,8 +174,9 @@ def ask(
     require_causal_model(settings.path, "MODEL", "`plaudit ask` needs a model that generates text")
     scored_by = load_rewards(rewards) if rewards is not None else ()
 
-    from plaudit.loops.ask import AskJob, chat
-    from plaudit.loops.ask import ask as ask_once
+    with heavy_imports():
+        from plaudit.loops.ask import AskJob, chat
+        from plaudit.loops.ask import ask as ask_once
 
     sampling = SampleSettings(
         n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed,
@@ -259,7 +261,8 @@ def merge(
     if out.exists():
         raise PlauditError(f"--out: {out} exists already; choose another folder")
 
-    from plaudit.loops.merge import merge_adapter
+    with heavy_imports():
+        from plaudit.loops.merge import merge_adapter
 
     print(f"{out}: {lora.base} with {adapter} merged in, {merge_adapter(lora, out, dtype, trust_remote_code):,} parameters")
 
@@ -277,7 +280,8 @@ def demo(
     """A small model, from nothing to a trained policy in minutes on a CPU: SFT cold start, then GRPO, and a picture of it."""
     require_empty(out, DEMO_FILES)  # before torch is imported
 
-    from plaudit.loops.demo import run_demo
+    with heavy_imports():
+        from plaudit.loops.demo import run_demo
 
     run_demo(out, seed, overrides or ())
 
@@ -350,7 +354,8 @@ def doctor(
 
         checks = check_rules(loaded)
     else:
-        from plaudit.doctor.checkup import run_checkup
+        with heavy_imports():
+            from plaudit.doctor.checkup import run_checkup
 
         memory = None if gpu_memory is None else gpu_memory * 1e9
         checks = run_checkup(loaded, sources, max_rows=rows, gpu_memory=memory)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from plaudit.cluster.ranks import RankInfo, WorkerInfo
 from plaudit.cluster.status import RankFailure, StatusPipe
+from plaudit.heavy_imports import heavy_imports
 from plaudit.recipe import TrainingRecipe
 from plaudit.types import RewardWorkers
 
@@ -107,15 +108,17 @@ def _program(given: Assignment) -> RankMain:
     if isinstance(given.ranks, RankInfo):
         return join_and_work
 
-    from plaudit.cluster.reward_worker import serve
+    with heavy_imports():
+        from plaudit.cluster.reward_worker import serve
 
     return serve
 
 
 def join_and_work(given: Assignment, lifeline: Lifeline, status: StatusPipe) -> Any:
-    from plaudit.cluster.join import join
-    from plaudit.report.progress import set_quiet
-    from plaudit.world import Heartbeat
+    with heavy_imports():
+        from plaudit.cluster.join import join
+        from plaudit.report.progress import set_quiet
+        from plaudit.world import Heartbeat
 
     assert isinstance(given.ranks, RankInfo)
     set_quiet(given.quiet)

@@ -7,6 +7,7 @@ import typer
 
 from plaudit.command_help import examples
 from plaudit.errors import PlauditError
+from plaudit.heavy_imports import heavy_imports
 from plaudit.options import (
     ChatTemplateName,
     Device,
@@ -272,9 +273,10 @@ def policy(
     sources = resolve_sources(prompts, None, "PROMPTS")
     rewards = load_evaluated(recipes)
 
-    from plaudit.evaluation.pictures import draw_policy
-    from plaudit.evaluation.policy import EvaluatedModel, PolicyJob, choose_gold, choose_ks, evaluate_policy
-    from plaudit.rollout.engine import Sampling
+    with heavy_imports():
+        from plaudit.evaluation.pictures import draw_policy
+        from plaudit.evaluation.policy import EvaluatedModel, PolicyJob, choose_gold, choose_ks, evaluate_policy
+        from plaudit.rollout.engine import Sampling
 
     ks, gold = choose_ks(k, n), choose_gold(rewards, gold)
     folder = _folder(out, prompts)

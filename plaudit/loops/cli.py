@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from plaudit.config import check_section
+from plaudit.heavy_imports import heavy_imports
 from plaudit.inputs import require_causal_model, require_model
 from plaudit.options import (
     ChatTemplateName,
@@ -91,8 +92,9 @@ def sample(
     sources = resolve_sources(prompts, None, "PROMPTS")
     require_sampled_model(settings, "sample", served=server is not None)
 
-    from plaudit.loops.sample import sample as run_sample
-    from plaudit.rollout.engine import Sampling
+    with heavy_imports():
+        from plaudit.loops.sample import sample as run_sample
+        from plaudit.rollout.engine import Sampling
 
     job = build_job(
         settings, sources, out, n, Sampling(max_new_tokens, temperature, top_p, top_k, min_p, seed=seed), stop, prefill,

@@ -13,6 +13,7 @@ from plaudit.cluster.restarts import run_ranks
 from plaudit.config import LoadedRecipe, flatten
 from plaudit.data.conversations import Source
 from plaudit.errors import OutOfMemory, RunError
+from plaudit.heavy_imports import heavy_imports
 from plaudit.recipe import RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.run_progress import RunProgress
 
@@ -27,7 +28,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     assert not isinstance(recipe, ScoreRecipe)
     require_lasting_folder(recipe)
     if (ranks := launched_ranks(recipe)) is not None:
-        from plaudit.cluster.join import join
+        with heavy_imports():
+            from plaudit.cluster.join import join
 
         with join(ranks, recipe) as world:
             return train_in(world, loaded, sources)
@@ -37,15 +39,17 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
         progress = RunProgress(Path(recipe.run.dir), flatten(recipe))
         return Path(run_ranks(start, recipe.cluster.restarts, progress) or "")
 
-    from plaudit.models.devices import resolve_device
-    from plaudit.world import World
+    with heavy_imports():
+        from plaudit.models.devices import resolve_device
+        from plaudit.world import World
 
     return train_in(World.alone(resolve_device(recipe.run.device)), loaded, sources)
 
 
 def train_in(world: "World", loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     """The same, as a process of this world."""
-    from plaudit.loops import dpo, reward_model, rl, sft
+    with heavy_imports():
+        from plaudit.loops import dpo, reward_model, rl, sft
 
     loops = {"sft": sft, "dpo": dpo, "reward-model": reward_model, "rl": rl}
     with _memory_advice(loaded):
