@@ -212,6 +212,7 @@ def run(job: dict, report: Report) -> dict[str, float]:
     report.settings(
         {
             "tokens per micro-batch": recipe.train.tokens_per_micro_batch, "gradient checkpointing": model.gradient_checkpointing,
+            "logits kept": recipe.train.keep_logits,
             "optimiser": f"AdamW, fp32 masters and moments, {recipe.optim.placement}", "deterministic": recipe.run.deterministic,
             "planned for training": planned,
             **({"LoRA": f"rank {model.lora.rank}, {model.lora.targets}"} if model.lora else {}),

@@ -7,6 +7,7 @@ For token y with logits z = W h / temperature, over a vocabulary V:
 
 The logits of a chunk of tokens are computed, used and freed in the forward pass, and recomputed in the backward pass, so they take
 one chunk's memory whatever the batch size. In full, T tokens × V = 152k would take 4·T·V bytes, several times over with gradients.
+Where a GPU has room for them (`train.keep_logits`) they are kept instead, chunk by chunk: the same numbers, one product less.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,9 @@ from plaudit.types import Batch
 # Logits in memory at a time: few enough to suit a CPU's caches and memory, enough to keep a GPU busy.
 CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**28}
 
+
+KEEPS_LOGITS = "keeps_logits"
+"""Attribute of a model: whether its logits are kept for the backward pass."""
 
 Entropy = Literal["none", "value", "with_gradient"]
 """Not computed; computed; or computed with its gradient, which is slower."""
@@ -66,8 +70,8 @@ def state_logprobs(
     model: nn.Module, hidden_ND: Tensor, batch: Batch, *, temperature: float = 1.0, entropy: Entropy = "none"
 ) -> TokenLogprobs:
     """`target_logprobs` from the hidden states returned by `target_states`."""
-    weight_VD = model.get_output_embeddings().weight  # pyright: ignore
-    return token_logprobs(hidden_ND, weight_VD, batch.target_tokens_N, temperature=temperature, entropy=entropy)
+    weight_VD, keep = model.get_output_embeddings().weight, getattr(model, KEEPS_LOGITS, False)  # pyright: ignore
+    return token_logprobs(hidden_ND, weight_VD, batch.target_tokens_N, temperature=temperature, entropy=entropy, keep=keep)
 
 
 def token_logprobs(
@@ -78,22 +82,33 @@ def token_logprobs(
     temperature: float = 1.0,
     entropy: Entropy = "none",
     chunk_logits: int | None = None,
+    keep: bool = False,
 ) -> TokenLogprobs:
-    """Log-probs (fp32 or finer) of tokens under softmax(W h / temperature), differentiable in h and W."""
+    """Log-probs (fp32 or finer) of tokens under softmax(W h / temperature), differentiable in h and W. `keep`: do not compute the
+    logits again in the backward pass."""
     budget = chunk_logits or CHUNK_LOGITS.get(hidden_ND.device.type, 2**25)
     chunk = max(1, budget // weight_VD.shape[0])
-    logprobs_N, entropy_N = _ChunkedLogprobs.apply(hidden_ND, weight_VD, tokens_N, temperature, entropy, chunk)  # pyright: ignore
+    settings = temperature, entropy, chunk, keep and torch.is_grad_enabled()
+    logprobs_N, entropy_N = _ChunkedLogprobs.apply(hidden_ND, weight_VD, tokens_N, *settings)  # pyright: ignore
     return TokenLogprobs(logprobs_N, None if entropy == "none" else entropy_N)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, tokens_N: Tensor, temperature: float, entropy: Entropy, chunk: int):
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, tokens_N: Tensor, temperature: float, entropy: Entropy, chunk: int,
+        keep: bool,
+    ):  # fmt: skip
         precise = _precise(hidden_ND.dtype)
         summed_N = Summed(*(torch.empty(len(tokens_N), dtype=precise, device=hidden_ND.device) for _ in Summed._fields))
         sums = _kernel_sums if _has_kernels(hidden_ND) else _torch_sums
+        ctx.kept = {}
         for at in _chunks(len(tokens_N), chunk):
-            parts = sums(logits_of(hidden_ND[at], weight_VD), tokens_N[at], temperature, entropy)
+            z_NV = logits_of(hidden_ND[at], weight_VD)
+            if keep:
+                ctx.kept[at.start] = z_NV if sums is _kernel_sums else z_NV.clone()  # torch's sums are computed in place
+            parts = sums(z_NV, tokens_N[at], temperature, entropy)
+            del z_NV
             for whole_N, part in zip(summed_N, parts, strict=True):
                 whole_N[at] = part
         ctx.save_for_backward(hidden_ND, weight_VD, tokens_N, *summed_N)
@@ -119,14 +134,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for at in _chunks(len(tokens_N), ctx.chunk):
             grads = grad_logprobs_N[at], grad_entropy_N[at] if ctx.learn_entropy else None
             part = Summed(*(one[at] for one in summed_N))
-            grad_z = gradient(logits_of(hidden_ND[at], weight_VD), tokens_N[at], part, ctx.temperature, *grads, hidden_ND.dtype)
+            z_NV = ctx.kept.pop(at.start, None)
+            z_NV = logits_of(hidden_ND[at], weight_VD) if z_NV is None else z_NV
+            grad_z = gradient(z_NV, tokens_N[at], part, ctx.temperature, *grads, hidden_ND.dtype)
+            del z_NV
             if grad_hidden_ND is not None:
                 grad_hidden_ND[at] = grad_z @ weight_VD
             if sum_VD is not None:
                 add_product(sum_VD, grad_z, hidden_ND[at])
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight_VD, None, None, None, None
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
 
 
 def _has_kernels(hidden_ND: Tensor) -> bool:

@@ -132,6 +132,7 @@ def plan_memory(
     micro_batch: int,
     one_micro_batch: bool = False,
     keys: int = 0,
+    keep_logits: bool = False,
     scalar: bool = False,
     offload: bool = False,
     processes: int = 1,
@@ -169,6 +170,7 @@ def plan_memory(
     copies = keys * size * (4 * shape.kv + (2 * shape.query if shape.query > shape.kv else 0)) if in_kernel else 0
     times = 3 if device.type == "cuda" and not half else 2
     chunk = 0 if scalar else times * 4 * CHUNK_LOGITS.get(device.type, 0)
+    kept_logits = 4 * config.vocab_size * micro_batch if keep_logits and not scalar else 0
     head_gradient = 0 if scalar or recipe.lora else 4 * config.vocab_size * shape.hidden
     per_token = _bytes_kept(recipe, shape, size, counts.adapted_inputs, on_kernels=on_kernels, merged=merged)
     return MemoryPlan(
@@ -182,7 +184,7 @@ def plan_memory(
         state=state,
         streamed=_streamed(trained / (1 if sharding == "none" else processes), state) if offload and device.type != "cpu" else 0,
         activations=_activations(recipe, shape, micro_batch, micro_batch * per_token + kept_copies),
-        logits=max(chunk, copies) + head_gradient,
+        logits=max(chunk + kept_logits, copies) + head_gradient,
         one_micro_batch=one_micro_batch,
         merged=merged_copies,
     )

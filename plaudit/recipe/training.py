@@ -203,7 +203,7 @@ class ClusterSettings(Section):
 
 ANY_RESUME = (
     "run.dir", "run.validate_first", "run.save_every", "run.save_every_minutes", "run.save_in_background", "run.keep_last",
-    "run.keep_best", "run.trackers", "run.project", "train.max_skipped_steps", "optim.placement", "cluster.*",
+    "run.keep_best", "run.trackers", "run.project", "train.max_skipped_steps", "train.keep_logits", "optim.placement", "cluster.*",
 )  # fmt: skip
 """Settings that cannot change the trained weights, so a resumed run may change them. `*` matches anything. (How many processes
 there are, and what they divide, changes rounding: a run records and reports what it finds, which may not be in the recipe.)"""

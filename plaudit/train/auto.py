@@ -1,4 +1,4 @@
-"""What `auto` stands for, by the memory plan: what processes divide, tokens per micro-batch, checkpointed layers.
+"""What `auto` stands for, by the memory plan: what processes divide, tokens per micro-batch, checkpointed layers, kept logits.
 
 Decided in this order, each with the ones before it. What a run uses is printed when it starts and recorded in its run.json.
 """
@@ -12,7 +12,7 @@ from dataclasses import replace
 from plaudit.models.devices import resolve_device
 from plaudit.models.folder import read_config
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, Sharding, gigabytes, widest_activation
-from plaudit.recipe import RLRecipe, TrainingRecipe
+from plaudit.recipe import RewardModelRecipe, RLRecipe, TrainingRecipe
 from plaudit.recipe.training import USUAL_MICRO_BATCH
 from plaudit.report.progress import print_line
 from plaudit.train.memory_plan import (
@@ -56,9 +56,11 @@ def resolve_auto(
     *,
     micro_batch: int | None = None,
 ) -> Trained:
-    """The recipe with tokens per micro-batch and layers to checkpoint instead of `auto`. `micro_batch`: what to use if the recipe
-    gives no number, since the run or another process has decided; None: what fits here."""
-    return resolve_checkpointing(resolve_micro_batch(recipe, lengths, report, processes, micro_batch), lengths, report, processes)
+    """The recipe with tokens per micro-batch, layers to checkpoint and whether to keep logits instead of `auto`. `micro_batch`:
+    what to use if the recipe gives no number, since the run or another process has decided; None: what fits here."""
+    resolved = resolve_micro_batch(recipe, lengths, report, processes, micro_batch)
+    resolved = resolve_checkpointing(resolved, lengths, report, processes)
+    return resolve_kept_logits(resolved, lengths, report, processes)
 
 
 def _in_silence(line: str) -> None:
@@ -246,3 +248,26 @@ def _resolve(recipe: Trained, section: str, layers: int, lengths: Lengths, repor
 def _checkpointing(recipe: Trained, section: str, layers: int | str) -> Trained:
     settings = getattr(recipe, section).model_copy(update={"gradient_checkpointing": layers or False})
     return recipe.model_copy(update={section: settings})
+
+
+# Logits ---------------------------------------------------------------------------------------------------------------
+
+
+def resolve_kept_logits(recipe: Trained, lengths: Lengths, report: Report, processes: Processes) -> Trained:
+    """On a GPU they are kept if that fits: last of all, since smaller micro-batches or recomputed layers would cost more than they
+    save. Not while the next step is sampled (`rollout.lag`), nor by a model that has none."""
+    if recipe.train.keep_logits != "auto":
+        return recipe
+
+    def decided(keep: bool) -> Trained:
+        return recipe.model_copy(update={"train": recipe.train.model_copy(update={"keep_logits": keep})})
+
+    device, kept = processes.device(recipe.run.device).type, decided(True)
+    lags = isinstance(recipe, RLRecipe) and bool(recipe.rollout.lag)
+    if device == "cuda" and not lags and not isinstance(recipe, RewardModelRecipe):
+        with suppress(Exception):  # as above
+            available, needed = processes.available(device, device), _training(kept, lengths, processes)
+            if math.isfinite(available) and needed <= SAFE_SHARE * (available - _unplanned(recipe, available, processes)):
+                report(f"train.keep_logits: true, with which training takes about {gigabytes(needed)} of {gigabytes(available)}")
+                return kept
+    return decided(False)

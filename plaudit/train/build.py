@@ -6,6 +6,7 @@ divide, micro-batches and checkpointed layers; the model on its device; the trai
 
 from typing import TypeVar
 
+from plaudit.models.logprobs import KEEPS_LOGITS
 from plaudit.models.memory import Sharding
 from plaudit.models.sharded import shard_model
 from plaudit.models.trainable import TrainableModel
@@ -40,6 +41,7 @@ def divide(trained: Model, sharding: Sharding, world: World) -> Model:
 
 
 def build_trainer(recipe: TrainingRecipe, trained: TrainableModel, sharding: Sharding, world: World) -> Trainer:
+    setattr(trained.model, KEEPS_LOGITS, recipe.train.keep_logits is True)
     return Trainer(
         trained, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world, sharding=sharding
     )

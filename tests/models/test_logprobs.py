@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from plaudit.models import logprobs
 from plaudit.models.logprobs import token_logprobs
 from support.paths import REPOSITORY
 
@@ -59,6 +60,23 @@ def test_equals_log_softmax(dtype, tolerance, temperature, rows, entropy):
         torch.autograd.grad(loss, [hidden, weight]), torch.autograd.grad(expected, [hidden, weight]), strict=True
     ):
         assert relative_error(our_gradient, gradient) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy", ["value", "with_gradient"])
+def test_kept_logits_give_the_same_bits(dtype, entropy, monkeypatch):
+    """And the products that they save are saved."""
+    products, compute = [], logprobs.logits_of
+    monkeypatch.setattr(logprobs, "logits_of", lambda *inputs: products.append(len(inputs[0])) or compute(*inputs))
+    found = {}
+    for keep in (False, True):
+        products.clear()
+        hidden, weight, tokens = inputs(dtype)
+        ours = token_logprobs(hidden, weight, tokens, temperature=0.7, entropy=entropy, chunk_logits=5 * V, keep=keep)
+        gradients = torch.autograd.grad(ours.logprobs_N.square().sum() + ours.entropy_N.sum(), [hidden, weight])
+        found[keep] = [*ours, *gradients]
+        assert sum(products) == (N if keep else 2 * N)
+    assert all(torch.equal(kept, computed_again) for kept, computed_again in zip(found[True], found[False], strict=True))
 
 
 @pytest.mark.slow

@@ -33,9 +33,11 @@ def shapes(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def sft_of(shapes, rows_file, tmp_path):
-    def load(shape: str, tokens: Any = "auto", *, rows: int = 512, max_tokens: int = 2048, **sections: Any) -> Any:
+    def load(
+        shape: str, tokens: Any = "auto", *, rows: int = 512, max_tokens: int = 2048, train_more: Any = None, **sections: Any
+    ) -> Any:
         """Steps of a million tokens, unless there are fewer rows."""
-        train = {"rows_per_step": rows, "tokens_per_micro_batch": tokens}
+        train = {"rows_per_step": rows, "tokens_per_micro_batch": tokens, **(train_more or {})}
         tree = sft_recipe(shapes[shape], rows_file, tmp_path / "run", train=train, data={"max_tokens": max_tokens}, **sections)
         return load_recipe(write_recipe(tmp_path / "plan.yaml", {"stage": "sft", **tree})).recipe
 
@@ -69,6 +71,26 @@ def test_by_hand(sft_of):
         (full(2_048) / 2, 2_048),  # too little for any
     ]:
         assert choose_micro_batch(sft_of("0.5B"), None, gpu(memory)) == expected, memory
+
+
+def test_logits_are_kept_if_they_fit(sft_of):
+    """Four bytes for each token and each entry of the vocabulary, after everything else has been decided."""
+    logits = 4 * 151_936 * 32_768
+
+    def without(shape: str) -> float:
+        return training(sft_of(shape, 32_768, train_more={"keep_logits": False}), gpu(H200))
+
+    assert training(sft_of("0.5B", 32_768, train_more={"keep_logits": True}), gpu(H200)) == without("0.5B") + logits
+    needed = without("1.5B") + logits
+    for memory, expected in [(H200, True), (needed / 0.9 + 1, True), (needed / 0.9 - 1, False)]:
+        lines: list[str] = []
+        resolved = resolve_auto(sft_of("1.5B", 32_768), None, lines.append, gpu(memory))
+        assert resolved.train.keep_logits is expected
+        assert resolved.train.tokens_per_micro_batch == 32_768
+        assert any("train.keep_logits: true, with which training takes about 127." in line for line in lines) == expected
+    assert resolve_auto(sft_of("0.5B"), None, processes=Processes(kind="cpu")).train.keep_logits is False
+    asked = sft_of("0.5B", train_more={"keep_logits": True})
+    assert resolve_auto(asked, None, processes=gpu(SMALL)).train.keep_logits is True, "what the recipe says is not changed"
 
 
 def test_larger_models_have_smaller_micro_batches(sft_of):
@@ -162,7 +184,11 @@ def test_the_number_fits_or_is_the_smallest_and_a_larger_one_would_not(sft_of):
         model = {"lora": draw.choice([None, {"rank": 16}]), "gradient_checkpointing": checkpointing}
         size = draw.choice([1, 4])
         processes = gpu(memory, size=size, sharding="none" if size == 1 else draw.choice(["none", "optimiser", "full"]))
-        sizes = {"rows": draw.choice([1, 8, 64, 512]), "max_tokens": draw.choice([500, 3000, 9000])}
+        sizes = {
+            "rows": draw.choice([1, 8, 64, 512]),
+            "max_tokens": draw.choice([500, 3000, 9000]),
+            "train_more": {"keep_logits": False},
+        }
         resolved: Any = resolve_auto(sft_of("0.5B", model=model, **sizes), None, lambda line: None, processes)
         tokens = resolved.train.tokens_per_micro_batch
         why = (memory, model, processes, sizes, tokens)
@@ -176,9 +202,10 @@ def test_the_number_fits_or_is_the_smallest_and_a_larger_one_would_not(sft_of):
 
 
 def test_a_number_is_used_as_it_is_and_unknown_memory_gives_the_usual_one(sft_of):
-    given, lines = sft_of("7B", 100_000), []
+    given, lines = sft_of("7B", 100_000, train_more={"keep_logits": False}), []
     assert resolve_auto(given, None, lines.append, gpu(1e9)) == given
     assert not lines
+    assert resolve_auto(sft_of("0.5B"), None, processes=gpu(float("inf"))).train.keep_logits is False
     assert choose_micro_batch(sft_of("0.5B"), None, gpu(float("inf"))) == 16_384
     assert choose_micro_batch(sft_of("72B"), None, Processes()) == 16_384, "on a CPU"
     unreadable = sft_of("0.5B").model_copy(update={"model": ModelSettings(path="missing")})
