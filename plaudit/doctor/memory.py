@@ -20,7 +20,7 @@ from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, gigabytes, total_m
 from plaudit.models.trainable import resolve_dtype
 from plaudit.recipe import ModelSettings, Recipe, RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.rewards.judges.model_rewards import ModelReward
-from plaudit.train.auto import resolve_auto
+from plaudit.train.auto import resolve_auto, smaller_weights
 from plaudit.train.memory_plan import (
     ALONE,
     RESIDENT,
@@ -113,8 +113,8 @@ def check_disk(recipe: TrainingRecipe, steps: int, processes: Processes = ALONE)
     except (PlauditError, OSError, ValueError):
         return  # reported by other checks
     lora = recipe.model.lora
-    model = 4.0 * plans[0].trainable if lora is not None and not lora.merge_on_save else plans[0].weights - plans[0].merged
-    checkpoint = model + sum(plan.state for plan in plans) + sum(plan.weights - plan.merged for plan in plans[1:])
+    model = 4.0 * plans[0].trainable if lora is not None and not lora.merge_on_save else plans[0].saved
+    checkpoint = model + sum(plan.state for plan in plans) + sum(plan.saved for plan in plans[1:])
     run = recipe.run
     keeps_best = run.keep_best and bool(recipe.data.val)
     if run.keep_last == "all":
@@ -156,7 +156,7 @@ def _memory_savers(recipe: TrainingRecipe, device: torch.device) -> str:
     unused = ["set model.gradient_checkpointing=true"] if recipe.model.gradient_checkpointing is False else []
     if device.type == "cuda" and recipe.optim.placement == "resident":
         unused.append("set optim.placement=offload")
-    return ", ".join([*unused, "or use model.lora" if recipe.model.lora is None else "or choose a smaller model"])
+    return ", ".join([*unused, f"or {smaller_weights(recipe.model)}"])
 
 
 # The total per device ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from plaudit.errors import RecipeError
 from plaudit.models.attention import packed_states
 from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.folder import architecture, read_config, require_matching_tokenizer
-from plaudit.models.fused import merge_adapters, prepare_layers
+from plaudit.models.fused import merge_adapters, prepare_layers, quantise_base
 from plaudit.models.lora import attach_lora
 from plaudit.models.scalar import read_value_head
 from plaudit.models.sharded import in_forward_pass
@@ -77,6 +77,7 @@ def load_classifier(
     head.float()
     if not has_head:
         _init_head(head, recipe.path, seed, head_std)
+    quantise_base(model.get_decoder(), recipe.lora, device)
     model = model.to(device)
     fit_threads(model.config, device)
     prepare_layers(model.get_decoder(), liger=recipe.liger)

@@ -18,13 +18,24 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from plaudit.errors import RecipeError
 from plaudit.models.attention import attend_packed, window_of
 from plaudit.models.gradient_sums import add_product, sum_of_product
 from plaudit.models.heads import Heads, Rotation
+from plaudit.models.layer_blocks import own_layers
 from plaudit.models.liger import use_liger
-from plaudit.models.merged import has_merged, merged_product_of, use_merged, use_merged_modules
-from plaudit.models.products import fused_view, fused_weight_and_bias, product, split_k_product, uses_split_k
+from plaudit.models.merged import (
+    PLAIN_LINEARS,
+    QuantisedProduct,
+    has_merged,
+    merged_product_of,
+    use_merged,
+    use_merged_modules,
+)
+from plaudit.models.products import fused_view, fused_weight_and_bias, product, summed_product
+from plaudit.models.quantised import Scratch, is_quantised, quantise_linears
 from plaudit.models.residual import has_fp32_residual, is_supported_family, keep_residual_fp32
+from plaudit.recipe import LoraSettings
 
 
 def prepare_layers(model: PreTrainedModel, *, liger: bool = False) -> None:
@@ -41,18 +52,41 @@ def fuse_layers(model: PreTrainedModel) -> None:
     decoder: Any = model.get_decoder()
     for layer in decoder.layers:
         for modules in linears_by_input(layer):
-            fused_weight_and_bias(modules)
+            if all(type(module) is nn.Linear for module in modules):
+                fused_weight_and_bias(modules)
         layer.__class__ = _with(_FusedLayer, type(layer))
     decoder.norm.__class__ = _with(_FusedNorm, type(decoder.norm))
 
 
 def merge_adapters(model: PreTrainedModel) -> None:
-    """Compute a model's adapters with merged weights: in its fused layers, or on a CPU in those of a family that could be fused."""
+    """Compute a model's adapters with merged weights: in its fused layers, or on a CPU in those of a family that could be fused.
+    A quantised base has no other way."""
     if has_merged(model) or not _has_known_layers(model):
         return
-    fused = all(isinstance(layer, _FusedLayer) for layer in model.get_decoder().layers)  # pyright: ignore
-    if (fused or model.device.type == "cpu") and use_merged(model, linears_by_input) and not fused:
-        use_merged_modules(model)
+    fused, quantised = all(isinstance(layer, _FusedLayer) for layer in model.get_decoder().layers), is_quantised(model)  # pyright: ignore
+    if fused or quantised or model.device.type == "cpu":
+        merges = use_merged(model, linears_by_input)
+        if merges and not fused:
+            use_merged_modules(model)
+        if quantised and not merges:
+            raise RecipeError(
+                f"{model.name_or_path}: with lora.base_bits, only linear layers of the decoder can be adapted: set lora.targets to "
+                "all-linear, or remove lora.base_bits"
+            )
+
+
+def quantise_base(model: PreTrainedModel, lora: LoraSettings | None, device: torch.device) -> None:
+    """As the recipe says: the linear layers of a model that is in host memory, which get to their device one by one."""
+    if lora is None or lora.base_bits is None:
+        return
+    if not _has_known_layers(model):
+        raise RecipeError(
+            f"{model.name_or_path}: lora.base_bits is for Llama, Mistral, Qwen2 and Qwen3 models, and not for "
+            f"{type(model).__name__}: remove it"
+        )
+    scratch = Scratch()
+    for layer in own_layers(model.get_decoder()):
+        quantise_linears(layer, lora.base_bits, scratch, device)
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
@@ -61,7 +95,7 @@ def can_fuse(model: PreTrainedModel) -> bool:
         return False
     if has_merged(model):
         return True
-    return all(type(m) is nn.Linear for m in model.get_decoder().modules() if hasattr(m, "in_features"))
+    return all(type(m) in PLAIN_LINEARS for m in model.get_decoder().modules() if hasattr(m, "in_features"))
 
 
 def _has_known_layers(model: PreTrainedModel) -> bool:
@@ -140,7 +174,7 @@ def _is_fused(modules: Sequence[nn.Module]) -> bool:
 def _product(x_TD: Tensor, *modules: nn.Linear) -> Tensor:
     merged = merged_product_of(modules)
     if merged is not None:
-        if not merged.disabled:
+        if not merged.disabled or isinstance(merged, QuantisedProduct):
             return merged(x_TD)
         modules = tuple(merged.base_layers)
     biases = [] if modules[0].bias is None else [module.bias for module in modules]
@@ -156,10 +190,8 @@ class _Product(torch.autograd.Function):
         weights, biases = parameters[:count], parameters[count:]
         ctx.count, ctx.sum = count, sum_of_product(weights)
         whole, bias = fused_view(weights), fused_view(biases) if biases else None
-        if count == 1 and uses_split_k(x_TD, weights[0], bias):
-            from plaudit.models.kernels import sum_splits
-
-            return sum_splits(split_k_product(x_TD, weights[0]), x_TD.dtype)
+        if count == 1:
+            return summed_product(x_TD, weights[0], biases[0] if biases else None)
         # Parameters that have been moved, or gathered from shards, are no longer adjacent; one product keeps the sampler's order.
         whole = torch.cat(weights) if whole is None else whole
         return product(x_TD, whole, torch.cat(biases) if biases and bias is None else bias)

@@ -13,6 +13,7 @@ from plaudit.errors import RecipeError
 from plaudit.lora_folder import LoraFolder
 from plaudit.models.host_memory import HostMemory
 from plaudit.models.merged import merged_weight_of
+from plaudit.models.quantised import QuantisedLinear
 from plaudit.models.sharded import is_sharded, iter_some, iter_whole
 from plaudit.recipe import LoraSettings
 
@@ -95,10 +96,17 @@ def _iter_own_names(model: nn.Module, *, merge: bool) -> Iterator[tuple[str, Ten
     from peft.tuners.lora import LoraLayer
 
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    quantised = {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
     for name, tensor in iter_whole(model):
         if ".lora_" in name or ".original_module." in name:
             continue
         name = name.replace(".modules_to_save.default.", ".")
+        linear, _, leaf = name.rpartition(".")
+        if linear in quantised:
+            if leaf == "scales":
+                continue
+            if leaf == "codes":
+                name, tensor = f"{linear}.weight", quantised[linear].weight
         owner, _, leaf = name.rpartition(".base_layer.")
         if owner in layers:
             if leaf == "weight" and merge:

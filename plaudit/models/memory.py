@@ -1,6 +1,7 @@
 """Estimates of the memory that training and its reward models take, without loading anything.
 
     weights       P · b                                   b = 2 bytes in bf16, 4 in fp32
+                  with model.lora.base_bits               1.0625 or 0.5625 for those of linear layers, and b for the largest of them
     training      P' · (4 gradient + 8 moments, + 4 master in bf16),   P' trainable parameters
                   with optim.placement: offload           gradients and the chunks in flight; moments and masters are on the host
     activations   T · L · b · (12 h + 2 k + 3 f)          T tokens of a micro-batch, L layers, sizes h hidden, k keys, f MLP
@@ -36,26 +37,23 @@ to peaks (bench/memory_plan.py, bench/gpu_sft.py): 7 to Qwen2.5's shapes of 0.5B
 """
 
 import math
-import re
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from plaudit.errors import RecipeError
 from plaudit.lora_folder import with_weights
 from plaudit.model_files import require_weights, tensor_shapes
 from plaudit.models.folder import read_config
-from plaudit.models.fused import can_train_fused, linears_by_input
 from plaudit.models.logprobs import CHUNK_LOGITS
+from plaudit.models.parameter_counts import count_for_training
+from plaudit.models.quantised import BYTES_PER_WEIGHT, Bits
 from plaudit.models.scalar import TOKENS_PER_PASS, TOKENS_PER_PASS_OF_BLOCKS, scalar_blocks
 from plaudit.models.trainable import resolve_dtype
-from plaudit.recipe import LoraSettings, ModelSettings
+from plaudit.recipe import ModelSettings
 from plaudit.recipe.reward_models import RewardModel
 
 Phase = Literal["sampling", "scoring", "training"]
@@ -95,7 +93,11 @@ class MemoryPlan:
     one_micro_batch: bool
     """Whether no update has more than one."""
     merged: float = 0.0
-    """Of the weights, merged copies of those that LoRA adapts (models/merged.py); 0 if peft computes it."""
+    """Of the weights, merged copies of those that LoRA adapts (models/merged.py); 0 if peft computes it. With `base_bits`, of one
+    matrix at a time."""
+    saved: float = 0.0
+    """The complete model, on disk."""
+    base_bits: Bits | None = None
 
     @property
     def resident_state(self) -> float:
@@ -119,7 +121,9 @@ class MemoryPlan:
         return self.weights + self.resident_state + self.work
 
     def __str__(self) -> str:
-        sizes = {"weights": self.weights - self.merged} | ({"merged weights": self.merged} if self.merged else {})
+        bits = self.base_bits
+        sizes = {f"weights with a base in {bits} bits" if bits else "weights": self.weights - self.merged}
+        sizes |= {"a merged matrix" if bits else "merged weights": self.merged} if self.merged else {}
         sizes |= {"optimiser": self.resident_state + self.streamed, "passes": self.passes}
         parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in sizes.items())
         return f"about {gigabytes(self.total)} ({parts}) for {self.parameters:,} parameters, {self.trainable:,} of them trained"
@@ -141,19 +145,21 @@ def plan_memory(
     """Of one of `processes`. `micro_batch`: tokens of the largest; `keys`: of its sequences, if they share prompts. `scalar`: with
     a score head instead of an output head. `offload`: with the optimiser's state on the host."""
     config = read_config(recipe.path, trust_remote_code=recipe.trust_remote_code)
-    counts = _count(config, recipe, scalar=scalar)
+    counts = count_for_training(config, recipe, scalar=scalar)
     trained = counts.trainable
     half = resolve_dtype(recipe.dtype, device) == torch.bfloat16
     size = 2 if half else 4
     fused = half and device.type == "cuda" and counts.can_be_fused and not recipe.liger
     can_merge = counts.merged > 0 and (fused or (device.type == "cpu" and counts.can_be_fused))
     merged = can_merge and recipe.lora is not None and not recipe.lora.dropout and sharding != "full"
+    bits = recipe.lora.base_bits if recipe.lora is not None and counts.can_be_fused else None
     on_kernels = recipe.liger or (fused and (merged or not recipe.lora))
     has_masters = half and not recipe.lora and sharding != "full"
     state = trained * (12 if has_masters else 8) / (1 if sharding == "none" else processes)
     gradients, exchange, gathered = 4.0 * trained, 4.0 * trained, 0.0
-    merged_copies = counts.merged * size if merged else 0
-    weights = counts.parameters * size + merged_copies + (trained * 4 if recipe.lora else 0)
+    merged_copies = (counts.merged if bits is None else counts.largest_product) * size if merged or bits else 0
+    saved = counts.parameters * size + (trained * 4 if recipe.lora else 0)
+    weights = saved + merged_copies - (counts.linears * (size - BYTES_PER_WEIGHT[bits]) if bits else 0)
     if sharding == "optimiser":
         in_flight = min(BUCKETS_IN_FLIGHT * max(BUCKET_ELEMENTS, counts.largest), trained)
         gathering = in_flight * (4 if recipe.lora else size) * (1 + 1 / processes)
@@ -172,7 +178,7 @@ def plan_memory(
     chunk = 0 if scalar else times * 4 * CHUNK_LOGITS.get(device.type, 0)
     kept_logits = 4 * config.vocab_size * micro_batch if keep_logits and not scalar else 0
     head_gradient = 0 if scalar or recipe.lora else 4 * config.vocab_size * shape.hidden
-    per_token = _bytes_kept(recipe, shape, size, counts.adapted_inputs, on_kernels=on_kernels, merged=merged)
+    per_token = _bytes_kept(recipe, shape, size, counts.adapted_inputs, on_kernels=on_kernels, merged=merged or bits is not None)
     return MemoryPlan(
         parameters=counts.parameters,
         trainable=trained,
@@ -187,70 +193,9 @@ def plan_memory(
         logits=max(chunk + kept_logits, copies) + head_gradient,
         one_micro_batch=one_micro_batch,
         merged=merged_copies,
+        saved=saved,
+        base_bits=bits,
     )
-
-
-class _Counts(NamedTuple):
-    """Parameters of a model, which is never loaded for it."""
-
-    parameters: int
-    trainable: int
-    largest: int
-    """Of one parameter."""
-    layer: int
-    """Of the largest layer."""
-    trained_of_layer: float
-    in_layers: int
-    """Of all layers."""
-    adapted_inputs: int
-    """Width of all adapters' inputs."""
-    can_be_fused: bool
-    merged: int
-    """Weights that have a merged copy if adapters are merged: those of adapted linear layers, and of others over the same input."""
-
-
-_COUNTS: dict[tuple[str, str, LoraSettings | None, bool], _Counts] = {}
-
-
-def _count(config: PretrainedConfig, recipe: ModelSettings, *, scalar: bool) -> _Counts:
-    """Kept: a search over settings plans the same model many times."""
-    described = config.to_dict()
-    described.pop("_name_or_path", None)
-    key = recipe.path if recipe.trust_remote_code else "", repr(described), recipe.lora, scalar
-    if key not in _COUNTS:
-        if scalar:
-            config.num_labels = 1
-        auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
-        with torch.device("meta"):
-            model = auto.from_config(config, trust_remote_code=recipe.trust_remote_code)
-        sizes = [p.numel() for p in model.parameters()]
-        layers = [sum(p.numel() for p in m.parameters()) for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        adapted = _adapted(model, recipe.lora) if recipe.lora else []
-        adapts_others = recipe.lora is not None and _adapts_others(model, recipe.lora)
-        rank = recipe.lora.rank if recipe.lora else 0
-        trainable = rank * sum(m.in_features + m.out_features for m in adapted) if recipe.lora else sum(sizes)
-        layer = max(layers, default=0)
-        _COUNTS[key] = _Counts(
-            parameters=sum(sizes),
-            trainable=trainable,
-            largest=max(rank * max((max(m.in_features, m.out_features) for m in adapted), default=0), 1)
-            if recipe.lora
-            else max(sizes),
-            layer=layer,
-            trained_of_layer=trainable / max(len(layers), 1) if recipe.lora else layer,
-            in_layers=sum(layers),
-            adapted_inputs=sum(linear.in_features for linear in adapted),
-            # A classifier's decoder is fused like that of any other model.
-            can_be_fused=(can_be_fused := can_train_fused(model.get_decoder())),
-            merged=_count_merged(model.get_decoder(), adapted) if can_be_fused and not adapts_others else 0,
-        )
-    return _COUNTS[key]
-
-
-def _count_merged(decoder: Any, adapted: Sequence[torch.nn.Linear]) -> int:
-    groups = (modules for layer in decoder.layers for modules in linears_by_input(layer))
-    found = {id(module) for module in adapted}
-    return sum(m.weight.numel() for modules in groups if any(id(m) in found for m in modules) for m in modules)
 
 
 def _streamed(trainable: float, state: float) -> float:
@@ -290,32 +235,6 @@ def total_memory(device: torch.device) -> int:
         with suppress(OSError, ValueError):  # "max" means none
             limits.append(int(Path(file).read_text()))
     return min(limits)
-
-
-def _adapted(model: torch.nn.Module, lora: LoraSettings) -> list[torch.nn.Linear]:
-    return [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", "score")) and _is_target(name, lora.targets)
-    ]
-
-
-def _adapts_others(model: torch.nn.Module, lora: LoraSettings) -> bool:
-    """Whether a module that is not linear, as the embeddings, has an adapter: then all are computed by peft's modules."""
-    others = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
-    return lora.targets != "all-linear" and any(_is_target(name, lora.targets) for name in others)
-
-
-def _is_target(name: str, targets: str | tuple[str, ...]) -> bool:
-    """As in peft: a string is a pattern for the full name, a list contains suffixes of names."""
-    if targets == "all-linear":
-        return True
-    if isinstance(targets, str):
-        try:
-            return re.fullmatch(targets, name) is not None
-        except re.error as error:
-            raise RecipeError(f"model.lora.targets: {targets!r} is not a pattern: {error}") from None
-    return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
 class _Shape(NamedTuple):

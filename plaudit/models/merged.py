@@ -14,8 +14,12 @@ W stays next to W' for the reference (the policy without adapters) and to merge 
 sent to engines as ever. Layers with dropout on adapters, with adapters of another kind or without any take peft's own way.
 
 On a GPU fused layers compute with W'; on a CPU transformers' layers do, module by module.
+
+Of a quantised base (models/quantised.py) neither W nor W' is kept: W' is made of the quantised W, A and B for every product, in
+memory that all matrices share, by the same operations in the trainer and in the sampler.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Self
@@ -25,10 +29,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from plaudit.models.products import fuse_parameters, product, split_k_product, uses_split_k
+from plaudit.models.products import fuse_parameters, product, summed_product
+from plaudit.models.quantised import ELEMENTS_AT_ONCE, FrozenProduct, QuantisedLinear
 
-ELEMENTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 22}
-"""Elements that are merged at once, to bound the memory for fp32 copies; on a CPU about as many as fit in its caches."""
+PLAIN_LINEARS = (nn.Linear, QuantisedLinear)
 
 
 class Adapter:
@@ -43,36 +47,40 @@ class Adapter:
         self.ranks = slice(first_rank, first_rank + len(self.a_RI))
 
 
-class MergedProduct:
-    """Linear layers over the same input, of which at least one has an adapter, as one product."""
+class MergedProduct(ABC):
+    """Linear layers over the same input as one product, with merged weights."""
 
-    def __init__(self, modules: Sequence[nn.Module], owner: nn.Module, buffer: str):
-        """The merged weight becomes a buffer of `owner`, so that it is moved with its weights; it is not saved."""
-        self._owner, self._buffer = owner, buffer
+    def __init__(self, modules: Sequence[nn.Module]):
         bases: list[Any] = [getattr(module, "base_layer", module) for module in modules]
         self.base_layers = bases
         self.adapters: list[Adapter] = []
+        self._modules = list(modules)
         at = ranks = 0
         for module, base in zip(modules, bases, strict=True):
             rows = slice(at, at + base.out_features)
             at = rows.stop
+            adapter = None
             if base is not module:
-                self.adapters.append(Adapter(module, rows, ranks))
-                ranks = self.adapters[-1].ranks.stop
-                module.merged_with = (self, self.adapters[-1])  # pyright: ignore
-        with torch.inference_mode(False):
-            owner.register_buffer(buffer, torch.empty_like(fuse_parameters([base.weight for base in bases])), persistent=False)
-        self._merged: list[tuple[int, int]] | None = None
+                adapter = Adapter(module, rows, ranks)
+                self.adapters.append(adapter)
+                ranks = adapter.ranks.stop
+            module.merged_with = (self, adapter)  # pyright: ignore
+        self.shape = (at, bases[0].in_features)
         self.factors: Factors | None = None
+        self._merged: list[tuple[int, int]] | None = None
 
     @property
     def disabled(self) -> bool:
         """Whether adapters are switched off (peft's `disable_adapter`)."""
-        return self.adapters[0].module.disable_adapters
+        return bool(self.adapters) and self.adapters[0].module.disable_adapters
 
     @property
     def weight_OI(self) -> Tensor:
-        return self._owner._buffers[self._buffer]  # pyright: ignore
+        return self.weight_of(None)
+
+    @abstractmethod
+    def weight_of(self, only: Adapter | None) -> Tensor:
+        """W', or the rows of it that this adapter's module computes with."""
 
     @property
     def bias_O(self) -> Tensor | None:
@@ -83,6 +91,45 @@ class MergedProduct:
         """If anything has changed since the last time. Parameters count the changes made to them."""
         if self._state() == self._merged:
             return
+        self._update()
+        self._merged = self._state()
+
+    @abstractmethod
+    def _update(self) -> None: ...
+
+    def _depends_on(self) -> list[Tensor]:
+        return [factor for adapter in self.adapters for factor in (adapter.a_RI, adapter.b_OR)]
+
+    def _state(self) -> list[tuple[int, int]]:
+        return [(tensor._version, tensor.data_ptr()) for tensor in self._depends_on()]
+
+    def drop(self) -> None:
+        for module in self._modules:
+            del module.merged_with
+
+    def __call__(self, x_TI: Tensor, only: Adapter | None = None) -> Tensor:
+        """`only`: the part of the output that this adapter's module computes."""
+        adapters = self.adapters if only is None else [only]
+        factors = [factor for adapter in adapters for factor in (adapter.a_RI, adapter.b_OR)]
+        return _MergedProduct.apply(x_TI, self, only, *factors)  # pyright: ignore
+
+
+class StoredProduct(MergedProduct):
+    """W' is kept next to W. At least one of the layers has an adapter."""
+
+    def __init__(self, modules: Sequence[nn.Module], owner: nn.Module, buffer: str):
+        """The merged weight becomes a buffer of `owner`, so that it is moved with its weights; it is not saved."""
+        super().__init__(modules)
+        self._owner, self._buffer = owner, buffer
+        base_OI = fuse_parameters([base.weight for base in self.base_layers])
+        with torch.inference_mode(False):
+            owner.register_buffer(buffer, torch.empty_like(base_OI), persistent=False)
+
+    def weight_of(self, only: Adapter | None) -> Tensor:
+        weight_OI: Tensor = self._owner._buffers[self._buffer]  # pyright: ignore
+        return weight_OI if only is None else weight_OI[only.rows]
+
+    def _update(self) -> None:
         base = fuse_parameters([one.weight for one in self.base_layers])
         weight_OI, at = self.weight_OI, 0
         for adapter in self.adapters:
@@ -92,23 +139,54 @@ class MergedProduct:
             at = rows.stop
         weight_OI[at:].copy_(base[at:])
         self.factors = Factors.of(self.adapters, weight_OI)
-        self._merged = self._state()
 
-    def _state(self) -> list[tuple[int, int]]:
-        factors = (factor for adapter in self.adapters for factor in (adapter.a_RI, adapter.b_OR))
-        bases = (base.weight for base in self.base_layers)
-        return [(tensor._version, tensor.data_ptr()) for tensor in (*factors, *bases, self.weight_OI)]
+    def _depends_on(self) -> list[Tensor]:
+        return [*super()._depends_on(), *(base.weight for base in self.base_layers), self.weight_OI]
 
     def drop(self) -> None:
+        super().drop()
         del self._owner._buffers[self._buffer]
-        for adapter in self.adapters:
-            del adapter.module.merged_with
+
+
+class QuantisedProduct(MergedProduct):
+    """W' is made whenever it is needed, in scratch memory, where the next product's replaces it. Layers may be without adapters."""
+
+    base_layers: list[QuantisedLinear]
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        super().__init__(modules)
+        self._scratch = self.base_layers[0].scratch
+        self._scratch.reserve(self.shape[0] * self.shape[1])
+
+    def memory_OI(self) -> Tensor:
+        """Where W' will be."""
+        like = self.base_layers[0]
+        return self._scratch.matrix(*self.shape, like.dtype, like.codes.device)
+
+    @torch.no_grad()
+    def weight_of(self, only: Adapter | None) -> Tensor:
+        if only is None:
+            weight_OI = self._dequantised()
+            for adapter in self.adapters:
+                merge_into(weight_OI[adapter.rows], weight_OI[adapter.rows], adapter.a_RI, adapter.b_OR, adapter.scale)
+            return weight_OI
+        weight_OI = only.module.base_layer.in_scratch()
+        merge_into(weight_OI, weight_OI, only.a_RI, only.b_OR, only.scale)
+        return weight_OI
+
+    def _dequantised(self) -> Tensor:
+        weight_OI = self.memory_OI()
+        for base, rows in zip(self.base_layers, weight_OI.split([base.out_features for base in self.base_layers]), strict=True):
+            base.dequantise_into(rows)
+        return weight_OI
+
+    def _update(self) -> None:
+        self.factors = Factors.of(self.adapters, self.memory_OI()) if self.adapters else None
 
     def __call__(self, x_TI: Tensor, only: Adapter | None = None) -> Tensor:
-        """`only`: the part of the output that this adapter's module computes."""
-        adapters = self.adapters if only is None else [only]
-        factors = [factor for adapter in adapters for factor in (adapter.a_RI, adapter.b_OR)]
-        return _MergedProduct.apply(x_TI, self, only, *factors)  # pyright: ignore
+        if self.adapters and not self.disabled:
+            return super().__call__(x_TI, only)
+        return FrozenProduct.apply(x_TI, self._dequantised, self.bias_O, len(self.base_layers) == 1)  # pyright: ignore
 
 
 class Factors(NamedTuple):
@@ -139,14 +217,10 @@ class _MergedProduct(torch.autograd.Function):
     def forward(ctx: Any, x_TI: Tensor, merged: MergedProduct, only: Adapter | None, *factors: Tensor) -> Tensor:
         ctx.save_for_backward(x_TI)
         ctx.merged, ctx.only = merged, only
-        weight_OI, bias_O = merged.weight_OI, merged.bias_O
+        weight_OI, bias_O = merged.weight_of(only), merged.bias_O
         if only is not None:
-            return product(x_TI, weight_OI[only.rows], None if bias_O is None else bias_O[only.rows])
-        if len(merged.base_layers) == 1 and uses_split_k(x_TI, weight_OI, bias_O):
-            from plaudit.models.kernels import sum_splits
-
-            return sum_splits(split_k_product(x_TI, weight_OI), x_TI.dtype)
-        return product(x_TI, weight_OI, bias_O)
+            return product(x_TI, weight_OI, None if bias_O is None else bias_O[only.rows])
+        return (summed_product if len(merged.base_layers) == 1 else product)(x_TI, weight_OI, bias_O)
 
     @staticmethod
     @once_differentiable
@@ -155,8 +229,7 @@ class _MergedProduct(torch.autograd.Function):
         merged, only = ctx.merged, ctx.only
         assert merged.factors is not None
         a_KI, b_OK, scales_K = merged.factors if only is None else merged.factors.only(only)
-        weight_OI = merged.weight_OI if only is None else merged.weight_OI[only.rows]
-        grad_x_TI = grad_TO @ weight_OI if ctx.needs_input_grad[0] else None
+        grad_x_TI = grad_TO @ merged.weight_of(only) if ctx.needs_input_grad[0] else None
         grad_b_OK = _in_fp32(grad_TO.T, x_TI @ a_KI.T).mul_(scales_K)
         grad_a_KI = _in_fp32((grad_TO @ b_OK).T, x_TI).mul_(scales_K[:, None])
         grads = [grad_a_KI, grad_b_OK]
@@ -176,7 +249,7 @@ def _in_fp32(x: Tensor, y: Tensor) -> Tensor:
 
 
 def merge_into(out_OI: Tensor, base_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
-    """out = base + scale · B A, rounded with the noise of each element's place."""
+    """out = base + scale · B A, rounded with the noise of each element's place. `out` may be the base itself."""
     rows = max(1, ELEMENTS_AT_ONCE.get(base_OI.device.type, 1 << 22) // base_OI.shape[1])
     for at in range(0, len(base_OI), rows):
         some = slice(at, at + rows)
@@ -215,8 +288,10 @@ def use_merged(model: PreTrainedModel, groups_of: Callable[[Any], Sequence[Seque
         return False
     products = []
     for layer, i, modules in groups:
-        if _adapted(modules):
-            products.append(MergedProduct(modules, layer, f"merged_{i}"))
+        if isinstance(getattr(modules[0], "base_layer", modules[0]), QuantisedLinear):
+            products.append(QuantisedProduct(modules))
+        elif _adapted(modules):
+            products.append(StoredProduct(modules, layer, f"merged_{i}"))
     decoder.merged_products = products
     decoder.register_forward_pre_hook(lambda module, _: merge_all(module))
     return True
@@ -254,9 +329,9 @@ def _is_plain(module: Any) -> bool:
     """A linear layer, or peft's with one adapter and nothing else."""
     from peft.tuners.lora import Linear
 
-    if type(module) is nn.Linear:
+    if type(module) in PLAIN_LINEARS:
         return True
-    if type(module) is not Linear or type(module.base_layer) is not nn.Linear:
+    if type(module) is not Linear or type(module.base_layer) not in PLAIN_LINEARS:
         return False
     dropout = module.lora_dropout["default"] if "default" in module.lora_dropout else nn.Identity()
     has_dora = bool(getattr(module, "use_dora", {}).get("default"))
@@ -288,7 +363,8 @@ def merged_weight_of(module: Any) -> Tensor | None:
         return None
     merged, adapter = module.merged_with
     merged.merge()
-    return merged.weight_OI[adapter.rows].detach()
+    weight_OI = merged.weight_of(adapter).detach()
+    return weight_OI.clone() if isinstance(merged, QuantisedProduct) else weight_OI
 
 
 def drop_merged(model: PreTrainedModel) -> None:

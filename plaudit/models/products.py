@@ -42,6 +42,15 @@ def product(x_TI: Tensor, weight_DI: Tensor, bias_D: Tensor | None) -> Tensor:
     return linear(pad(x_TI, (0, 0, 0, FEWEST_ROWS - T)), weight_DI, bias_D)[:T]
 
 
+def summed_product(x_TI: Tensor, weight_DI: Tensor, bias_D: Tensor | None) -> Tensor:
+    """The same of a layer whose input no other layer has: split-K wherever the sampler uses it, its parts added up."""
+    if not uses_split_k(x_TI, weight_DI, bias_D):
+        return product(x_TI, weight_DI, bias_D)
+    from plaudit.models.kernels import sum_splits
+
+    return sum_splits(split_k_product(x_TI, weight_DI), x_TI.dtype)
+
+
 def _in_one_order(x: Tensor) -> bool:
     """Half precision on a GPU; elsewhere the order of summation varies, and padding or splitting would gain nothing."""
     return x.is_cuda and x.element_size() == 2

@@ -25,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from plaudit.models.host_memory import HostMemory
 from plaudit.models.merged import drop_merged
+from plaudit.models.quantised import is_quantised
 from plaudit.models.weights import release_memory
 from plaudit.world import World, all_gather
 
@@ -86,7 +87,7 @@ def in_forward_pass(function: Callable[Concatenate[Any, P], T]) -> Callable[Conc
 
 def bytes_on_device(model: nn.Module) -> int:
     """Memory of the model's weights, or of this process's part of them, on the device that computes."""
-    tensors = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    tensors = [t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *model.buffers())]
     device = getattr(model, "computes_on", None)
     return sum(t.numel() * t.element_size() for t in tensors if device is None or t.device.type == device.type)
 
@@ -98,6 +99,7 @@ def shard_model(model: PreTrainedModel, world: World, *, offload: bool = False) 
     """Divide the model's weights among the world's processes, in place. `offload`: a process's part is in host memory, and only
     what is gathered on the device; for a model that is not trained."""
     assert world.is_joined
+    assert not is_quantised(model), "train/auto.py has refused it"
     assert not (offload and any(p.requires_grad for p in model.parameters()))
     assert dist.group.WORLD is not None
     mesh = DeviceMesh.from_group(dist.group.WORLD, world.device.type)

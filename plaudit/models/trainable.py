@@ -24,9 +24,10 @@ from plaudit.lora_folder import read_lora_folder
 from plaudit.models import attention
 from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.folder import config_to_load, count_labels
-from plaudit.models.fused import merge_adapters, prepare_layers
+from plaudit.models.fused import merge_adapters, prepare_layers, quantise_base
 from plaudit.models.host_memory import HostMemory
 from plaudit.models.lora import PEFT_PREFIX, attach_lora, iter_merged_weights, merge_lora, merged_weights, saved_by_peft
+from plaudit.models.quantised import QuantisedLinear
 from plaudit.models.sharded import gather_on_host, is_sharded, iter_some, iter_whole
 from plaudit.models.verify import verify_packed, verify_shared
 from plaudit.recipe import LoraSettings, ModelSettings
@@ -70,7 +71,9 @@ class TrainableModel:
         """Size of the saved weights, roughly."""
         if self.peft is not None and not self._merges:
             return sum(p.numel() * p.element_size() for _, p in self.trainable())
-        return sum(p.numel() for p in self.model.parameters()) * self.model.dtype.itemsize  # (a shard may be finer)
+        quantised = sum(m.in_features * m.out_features for m in self.model.modules() if isinstance(m, QuantisedLinear))
+        weights = sum(p.numel() for p in self.model.parameters()) + quantised
+        return weights * self.model.dtype.itemsize  # (a shard may be finer)
 
     @property
     def _merges(self) -> bool:
@@ -166,9 +169,11 @@ def load_sampled(recipe: ModelSettings, policy: TrainableModel, *, copy: bool = 
 
 def load_model(recipe: ModelSettings, device: torch.device) -> PreTrainedModel:
     """The recipe's model as it is on disk, verified to be one that plaudit computes correctly."""
-    model = load_pretrained(
+    model: Any = load_pretrained(
         AutoModelForCausalLM, recipe.path, resolve_dtype(recipe.dtype, device), trust_remote_code=recipe.trust_remote_code
-    ).to(device)  # pyright: ignore
+    )
+    quantise_base(model, recipe.lora, device)
+    model = model.to(device)
     fit_threads(model.config, device)
     prepare_layers(model, liger=recipe.liger)
     verify_packed(model)

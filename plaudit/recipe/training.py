@@ -66,6 +66,16 @@ class LoraSettings(Section):
     merge_on_save: bool = True
     """Save full models with the update merged in; if false, only the adapter, which plaudit reads like any other model."""
 
+    base_bits: Literal[4, 8] | None = None
+    """8 (int8) or 4 (NF4): bits per weight of the frozen linear layers (QLoRA), for models that do not fit otherwise. Every pass
+    takes more time. null: as in model.dtype, which embeddings, norms and head always are."""
+
+    @model_validator(mode="after")
+    def _require_merged_weights(self) -> "LoraSettings":
+        if self.base_bits is not None and self.dropout:
+            raise ValueError("base_bits merges the adapters into the weights of every product, which dropout rules out: remove one")
+        return self
+
     @field_validator("targets")
     @classmethod
     def _refuse_output_head(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
@@ -94,6 +104,16 @@ class ModelSettings(Section):
     """Train a low-rank update instead of all weights."""
     trust_remote_code: bool = False
     """Run Python code shipped with the model. Leave it off unless you have read that code."""
+
+    @model_validator(mode="after")
+    def _require_own_layers(self) -> "ModelSettings":
+        refuse_quantised_liger(self.lora, liger=self.liger)
+        return self
+
+
+def refuse_quantised_liger(lora: LoraSettings | None, *, liger: bool) -> None:
+    if liger and lora is not None and lora.base_bits is not None:
+        raise ValueError("liger replaces the layers that compute with lora.base_bits: remove liger, which saves no more memory")
 
 
 class ReferenceSettings(Section):

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
+from plaudit.errors import RecipeError
 from plaudit.models.devices import resolve_device
 from plaudit.models.folder import read_config
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, Sharding, gigabytes, widest_activation
-from plaudit.recipe import RewardModelRecipe, RLRecipe, TrainingRecipe
+from plaudit.recipe import LoraSettings, ModelSettings, RewardModelRecipe, RLRecipe, TrainingRecipe
 from plaudit.recipe.training import USUAL_MICRO_BATCH
 from plaudit.report.progress import print_line
 from plaudit.train.memory_plan import (
@@ -87,9 +88,19 @@ def resolve_sharding(recipe: TrainingRecipe, lengths: Lengths, processes: Proces
     """`auto`: the optimiser's state if that is enough, else the weights too, which costs time in every pass."""
     if processes.size == 1:
         return "none"
+    has_bits = (name for name, lora in _loras(recipe) if lora is not None and lora.base_bits is not None)
+    if (quantised := next(has_bits, None)) and recipe.cluster.sharding in ("auto", "full"):
+        if recipe.cluster.sharding == "full":
+            raise RecipeError(f"cluster.sharding: full cannot divide a base with {quantised}.lora.base_bits: set it to optimiser")
+        return "optimiser"
     if recipe.cluster.sharding != "auto":
         return recipe.cluster.sharding
     return "optimiser" if fits(recipe, lengths, replace(processes, sharding="optimiser")) else "full"
+
+
+def _loras(recipe: TrainingRecipe) -> list[tuple[str, LoraSettings | None]]:
+    critic = recipe.critic if isinstance(recipe, RLRecipe) else None
+    return [("model", recipe.model.lora), ("critic", critic.lora if critic is not None else None)]
 
 
 def fits(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> bool:
@@ -193,8 +204,14 @@ def _describe_fit(recipe: TrainingRecipe, lengths: Lengths, processes: Processes
         return text
     savers = ["set model.gradient_checkpointing=auto"] if recipe.model.gradient_checkpointing is False else []
     savers += ["set optim.placement=offload"] if recipe.optim.placement == "resident" else []
-    savers += ["use model.lora" if recipe.model.lora is None else "choose a smaller model"]
-    return f"{text}, which may be too much: {' or '.join(savers)}"
+    return f"{text}, which may be too much: {' or '.join([*savers, smaller_weights(recipe.model)])}"
+
+
+def smaller_weights(model: ModelSettings) -> str:
+    """What would take less memory for weights and optimiser than this."""
+    if model.lora is None:
+        return "use model.lora"
+    return "set model.lora.base_bits=4" if model.lora.base_bits is None else "choose a smaller model"
 
 
 # Gradient checkpointing -----------------------------------------------------------------------------------------------

@@ -202,8 +202,10 @@ def _policy(recipe: TrainingRecipe, lengths: Lengths, device: torch.device, proc
 
 
 def _weights(whose: str, plan: MemoryPlan, phases: tuple[Phase, ...]) -> list[Need]:
-    own = Need(f"{whose}: weights", phases, plan.weights - plan.merged, part="weights")
-    return [own, Need(f"{whose}: weights merged with LoRA", phases, plan.merged, part="weights")] if plan.merged else [own]
+    bits = plan.base_bits
+    own = Need(f"{whose}: weights{f', base in {bits} bits' if bits else ''}", phases, plan.weights - plan.merged, part="weights")
+    merged = f"{whose}: {'a matrix' if bits else 'weights'} merged with LoRA"
+    return [own, Need(merged, phases, plan.merged, part="weights")] if plan.merged else [own]
 
 
 def _engine(

@@ -21,7 +21,7 @@ from plaudit.models.attention import window_of
 from plaudit.models.fused import linears_by_input
 from plaudit.models.heads import Heads, Rotation, next_power_of_2
 from plaudit.models.layer_blocks import ReceivedStates, own_layers
-from plaudit.models.merged import merge_all, merged_product_of
+from plaudit.models.merged import QuantisedProduct, merge_all, merged_product_of
 from plaudit.models.products import fused_weight_and_bias, product, split_k_product, uses_split_k
 from plaudit.models.residual import has_fp32_residual
 from plaudit.rollout.native.attention import DecodeStep, PrefillStep, ScoringStep
@@ -60,18 +60,36 @@ class _Fused:
     """Linear layers over the same input, as one product."""
 
     def __init__(self, modules: Sequence[nn.Linear]):
-        merged = merged_product_of(modules)
-        self.weight, self.bias = fused_weight_and_bias(modules) if merged is None else (merged.weight_OI, merged.bias_O)
+        self._merged = merged = merged_product_of(modules)
+        self._weight, self.bias = fused_weight_and_bias(modules) if merged is None else (None, merged.bias_O)
         self.prepacked: Callable[[Tensor], Tensor] | None = None
 
+    @property
+    def weight(self) -> Tensor:
+        """Of a quantised base it is made now, and stays only until the next one is."""
+        return self._merged.weight_OI if self._weight is None else self._weight  # pyright: ignore
+
+    @property
+    def memory(self) -> Tensor:
+        """Where the weight is when it is used."""
+        return self._merged.memory_OI() if isinstance(self._merged, QuantisedProduct) else self.weight
+
     def __call__(self, x_TD: Tensor) -> Tensor:
-        if self.prepacked is not None:
-            return self.prepacked(x_TD)
-        return (product if x_TD.is_cuda else few_rows_product)(x_TD, self.weight, self.bias)
+        return self._times(x_TD, self.weight) if self.prepacked is None else self.prepacked(x_TD)
+
+    def _times(self, x_TD: Tensor, weight: Tensor) -> Tensor:
+        return (product if x_TD.is_cuda else few_rows_product)(x_TD, weight, self.bias)
 
     def in_parts(self, x_TI: Tensor) -> Tensor:
         """Split-K partial sums in fp32 [parts, T, D], for a caller that adds them up; or the full product [T, D]."""
-        return split_k_product(x_TI, self.weight) if uses_split_k(x_TI, self.weight, self.bias) else self(x_TI)
+        if self.prepacked is not None:
+            return self.prepacked(x_TI)
+        weight = self.weight
+        return split_k_product(x_TI, weight) if uses_split_k(x_TI, weight, self.bias) else self._times(x_TI, weight)
+
+    def prepack(self) -> None:
+        if not isinstance(self._merged, QuantisedProduct):  # of which no copy is kept
+            self.prepacked = prepack_linear(self.weight, self.bias)
 
 
 class _Layer:
@@ -122,7 +140,7 @@ class FusedDecoder:
 
     @property
     def weights_OI(self) -> list[Tensor]:
-        return [fused.weight for layer in self.layers for fused in layer.products]
+        return [fused.memory for layer in self.layers for fused in layer.products]
 
     @property
     def norms(self) -> list[Tensor]:
@@ -131,7 +149,7 @@ class FusedDecoder:
 
     def prepack(self) -> None:
         for fused in (fused for layer in self.layers for fused in layer.products):
-            fused.prepacked = prepack_linear(fused.weight, fused.bias)
+            fused.prepack()
 
     def drop_prepacked(self) -> None:
         for fused in (fused for layer in self.layers for fused in layer.products):

@@ -1,0 +1,279 @@
+"""LoRA on a base in 8 or 4 bits: the numbers of bitsandbytes, and everything that merged weights are tested for."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from plaudit.data.pack import pack
+from plaudit.data.templates import load_template, load_tokenizer
+from plaudit.errors import RecipeError
+from plaudit.models.logprobs import target_logprobs
+from plaudit.models.lora import iter_base_weights, iter_merged_weights
+from plaudit.models.merged import drop_merged, has_merged
+from plaudit.models.quantised import QuantisedLinear, Scratch, dequantise_into, quantise
+from plaudit.models.trainable import TrainableModel, load_policy
+from plaudit.recipe import LoraSettings, ModelSettings
+from plaudit.rollout.engine import Request, Sampling, Weights
+from plaudit.rollout.native.decoder import FusedDecoder
+from plaudit.rollout.native.engine import NativeEngine
+from plaudit.train.saved_state import given_tensors
+from plaudit.types import Example
+from support.training import make_trainer, nll_of, rows_of
+
+CPU = torch.device("cpu")
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def example_weight(dtype: torch.dtype) -> torch.Tensor:
+    """[72, 40]: 45 blocks of various sizes, one of them 0."""
+    k = torch.arange(72 * 40, dtype=torch.float64)
+    weight = ((k * 0.6180339887).frac() - 0.5) * (0.01 + (k // 64 % 5) * 0.02)
+    weight[640:704] = 0
+    return weight.view(72, 40).to(dtype)
+
+
+def dequantised(weight: torch.Tensor, bits) -> torch.Tensor:
+    out = torch.empty_like(weight)
+    dequantise_into(out, *quantise(weight, bits))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "codes", "values"),
+    [(torch.float32, "02335f340eba652b", "1475ec869368efff"), (torch.bfloat16, "b266b0216bfaaf64", "be6c7fe7fd148332")],
+)
+def test_four_bits_are_those_of_bitsandbytes(dtype, codes, values):
+    """quantize_4bit and dequantize_4bit (NF4, blocks of 64) of bitsandbytes 0.50.2, to the bit."""
+    weight = example_weight(dtype)
+    found, scales = quantise(weight, 4)
+    assert found.flatten()[:8].tolist() == [10, 46, 97, 195, 249, 29, 80, 179]
+    assert digest(found) == codes
+    assert torch.equal(scales, weight.view(-1, 64).float().abs().amax(1))
+    out = dequantised(weight, 4)
+    assert digest(out.float()) == values
+    assert ((out.float() - weight.float()).norm() / weight.float().norm()).item() == pytest.approx(0.0927, abs=1e-4)
+
+
+def test_eight_bits_are_those_of_bitsandbytes():
+    """int8_vectorwise_quant of bitsandbytes 0.50.2, a block being a row of it; torchao's symmetric int8 has the same codes."""
+    weight = example_weight(torch.float32)
+    found, scales = quantise(weight, 8)
+    assert found.flatten()[:8].tolist() == [-127, 30, -67, 90, -7, -104, 53, -44]
+    assert digest(found) == "a9e666f672d4912e"
+    # A block is at most half a step off: 1/254 of its largest element.
+    error = (dequantised(weight, 8) - weight).view(-1, 64).abs().amax(1)
+    assert (error <= scales * 0.5001).all()
+    assert error.max() > 0
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_any_shape_and_zeros(bits, monkeypatch):
+    """A last block that is not full, blocks in several chunks, and 0 stays 0."""
+    weight = torch.randn(7, 33, generator=torch.Generator().manual_seed(0))
+    whole = dequantised(weight, bits)
+    assert (whole - weight).norm() < (0.12 if bits == 4 else 0.01) * weight.norm()
+    monkeypatch.setattr("plaudit.models.quantised.ELEMENTS_AT_ONCE", {"cpu": 64})
+    assert torch.equal(dequantised(weight, bits), whole)
+    assert not dequantised(torch.zeros(3, 5), bits).any()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_twice_is_once(bits):
+    """Dequantised weights have the same codes: what a merged save starts from can be quantised again without another loss."""
+    once = dequantised(example_weight(torch.float32), bits)
+    torch.testing.assert_close(dequantised(once, bits), once, rtol=1e-6, atol=0)
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+def load(folder, bits: Any = 4, dtype: Any = "float32", **lora) -> TrainableModel:
+    return load_policy(
+        ModelSettings(path=str(folder), dtype=dtype, lora=LoraSettings(rank=4, base_bits=bits, **lora)),
+        load_template(load_tokenizer(str(folder)), None),
+        CPU,
+    )
+
+
+def shift(policy: TrainableModel, seed: int) -> None:
+    with torch.no_grad():
+        for _, parameter in policy.trainable():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def batch_of(*lengths: int):
+    return pack([Example(np.arange(5 * n, 6 * n + 4), np.arange(n + 4) > 2) for n in lengths], CPU)
+
+
+def test_only_adapters_are_trained_and_no_matrix_is_kept(tiny_models):
+    policy = load(tiny_models["qwen2"])
+    assert has_merged(policy.model)
+    layers = [m for m in policy.model.modules() if isinstance(m, QuantisedLinear)]
+    assert len(layers) == 7 * policy.model.config.num_hidden_layers
+    assert all(".lora_" in name for name, _ in policy.trainable())
+    names = [name for name, _ in (*policy.model.named_parameters(), *policy.model.named_buffers())]
+    assert not [name for name in names if "proj" in name and name.endswith("weight") and ".lora_" not in name]
+    assert not [name for name in names if "merged_" in name]
+
+
+@pytest.mark.parametrize(("bits", "targets"), [(4, "all-linear"), (8, ("q_proj", "v_proj", "down_proj"))])
+def test_gradients_are_those_of_autograd(tiny_models, bits, targets):
+    """Of one product: autograd through deq(Wq) + s B A, in fp32; also where some or all layers over an input have no adapter."""
+    policy = load(tiny_models["qwen2"], bits, targets=targets)
+    shift(policy, 0)
+    products: Any = policy.model.get_decoder().merged_products
+    assert len(products) == 4 * policy.model.config.num_hidden_layers
+    for merged in products[:4]:
+        merged.merge()
+        x = torch.randn(9, merged.shape[1], generator=torch.Generator().manual_seed(1), requires_grad=True)
+        factors = [factor for adapter in merged.adapters for factor in (adapter.a_RI, adapter.b_OR)]
+        weight = torch.cat([base.weight for base in merged.base_layers])
+        for adapter in merged.adapters:
+            update = torch.zeros_like(weight).index_add(
+                0, torch.arange(adapter.rows.start, adapter.rows.stop), adapter.scale * adapter.b_OR @ adapter.a_RI
+            )
+            weight = weight + update
+        expected_y = torch.nn.functional.linear(x, weight, merged.bias_O)
+        found_y = merged(x)
+        torch.testing.assert_close(found_y, expected_y, rtol=1e-5, atol=1e-6)
+        found = torch.autograd.grad(found_y.square().sum(), [x, *factors])
+        expected = torch.autograd.grad(expected_y.square().sum(), [x, *factors])
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+
+
+@pytest.mark.parametrize(("bits", "targets"), [(8, "all-linear"), (4, ("q_proj", "v_proj", "down_proj"))])
+def test_log_probs_and_gradients_are_those_of_peft(tiny_models, bits, targets):
+    """peft's modules on the dequantised base."""
+    policy = load(tiny_models["qwen2"], bits, targets=targets)
+    shift(policy, 0)
+    batch, found = batch_of(16, 5), []
+    for _ in range(2):
+        logprobs_N = target_logprobs(policy.model, batch).logprobs_N
+        logprobs_N.square().mean().backward()
+        found.append((logprobs_N.detach(), {name: parameter.grad for name, parameter in policy.trainable()}))
+        policy.model.zero_grad()
+        drop_merged(policy.model)
+    (ours, our_grads), (theirs, their_grads) = found
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    for name, expected in their_grads.items():
+        assert (our_grads[name] - expected).norm() < 1e-4 * expected.norm(), name
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(4, "float32"), (8, "float32"), (4, "bfloat16")])
+def test_sampling_follows_the_adapters(tiny_models, bits, dtype):
+    """The engine runs its fused decoder; its log-probs are the trainer's, also after an update."""
+    policy = load(tiny_models["qwen2"], bits, dtype)
+    engine = NativeEngine(policy.model, None)
+    assert isinstance(engine.forward.decoder, FusedDecoder)
+    prompt, found = np.array([5, 9, 200, 31]), []
+    for step in range(2):
+        (sample,) = engine.generate([Request("p", prompt, 1)], Sampling(12, seed=0, step=0))
+        tokens = np.concatenate([prompt, sample.tokens]).astype(np.int32)
+        batch = pack([Example(tokens, np.arange(len(tokens)) >= len(prompt))], CPU)
+        with torch.no_grad():
+            expected = target_logprobs(policy.model.eval(), batch).logprobs_N
+        np.testing.assert_allclose(sample.sampler_logprobs, expected.numpy(), atol=1e-4 if dtype == "float32" else 0.05)
+        found.append(sample.sampler_logprobs[0])
+        shift(policy, step)
+        engine.sync(step + 1, Weights(policy.model))
+    assert len(set(found)) == 2, "the adapters matter"
+
+
+def test_without_adapters_it_is_the_dequantised_base(tiny_models):
+    """The KL reference, which new adapters do not change: bit for bit, in bf16 too."""
+    policy = load(tiny_models["llama"], dtype="bfloat16")
+    policy.model.eval()
+    batch = batch_of(16)
+    assert policy.peft is not None
+    with torch.no_grad():
+        before = target_logprobs(policy.model, batch).logprobs_N
+        shift(policy, 0)
+        moved = target_logprobs(policy.model, batch).logprobs_N
+        with policy.peft.disable_adapter():
+            reference = target_logprobs(policy.model, batch).logprobs_N
+    assert torch.equal(before, reference)
+    assert (moved - reference).abs().max() > 1e-2
+    base = dict(iter_base_weights(policy.model))
+    original = load_file(tiny_models["llama"] / "model.safetensors")
+    for name, weight in original.items():
+        expected = dequantised(weight.bfloat16(), 4) if "proj" in name else weight.bfloat16()
+        assert torch.equal(base[name], expected), name
+
+
+def train(policy: TrainableModel, trainer: Any) -> list[float]:
+    batches = [pack(rows_of(policy))]
+    return [trainer.update(batches, nll_of(policy, batches))["loss"] for _ in range(6)]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_it_learns_and_a_resumed_run_has_the_same_weights(tiny_models, bits):
+    policy, plain = (load(tiny_models["llama"], some, "bfloat16") for some in (bits, None))
+    trainer, plain_trainer = make_trainer(policy, lr=3e-3), make_trainer(plain, lr=3e-3)
+    losses, expected = train(policy, trainer), train(plain, plain_trainer)
+    assert losses[-1] < losses[0] - 0.4
+    assert losses == pytest.approx(expected, abs=0.01), "as on the base that is not quantised"
+    resumed = load(tiny_models["llama"], bits, "bfloat16")
+    make_trainer(resumed).optimiser.load_state(given_tensors(trainer.optimiser.state()))
+    trained, found = dict(iter_merged_weights(policy.model)), dict(iter_merged_weights(resumed.model))
+    assert trained.keys() == found.keys()
+    assert all(torch.equal(weight, found[name]) for name, weight in trained.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saved_models_compute_what_was_trained(tiny_models, tmp_path, dtype):
+    """A complete model has the weights that were trained, to the bit; an adapter is peft's, for the base as it is on disk."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_models["qwen2"]
+    policy = load(folder, 8, dtype)
+    shift(policy, 0)
+    assert policy.lora is not None
+    policy.save(tmp_path / "merged")
+    policy.lora = policy.lora.model_copy(update={"merge_on_save": False})
+    policy.save(tmp_path / "adapter")
+    saved, original = load_file(tmp_path / "merged/model.safetensors"), load_file(folder / "model.safetensors")
+    assert saved.keys() == original.keys()
+    assert {name: t.shape for name, t in saved.items()} == {name: t.shape for name, t in original.items()}
+    assert all(torch.equal(saved[name], weight) for name, weight in iter_merged_weights(policy.model) if name in saved)
+    tokens = np.array([5, 9, 200, 31, 7, 7, 60], dtype=np.int32)
+
+    def logprobs(model) -> torch.Tensor:
+        sequence = torch.from_numpy(tokens).long()
+        return model(sequence[None]).logits[0, :-1].log_softmax(-1).gather(-1, sequence[1:, None])[:, 0]
+
+    with torch.no_grad():
+        merged = logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32))
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        plain, adapted = logprobs(base), logprobs(PeftModel.from_pretrained(base, str(tmp_path / "adapter")))
+        trained = target_logprobs(policy.model.eval(), pack([Example(tokens, np.arange(len(tokens)) >= 1)], CPU)).logprobs_N
+    assert (adapted - plain).abs().max() > 0.2, "the adapter matters"
+    torch.testing.assert_close(trained, merged, rtol=0, atol=1e-4 if dtype == "float32" else 0.02)
+    torch.testing.assert_close(adapted, merged, rtol=0, atol=0.05)  # the base without the error of 8 bits
+
+
+def test_one_place_for_all_matrices():
+    """Of any shape, at one address, which CUDA graphs refer to."""
+    scratch = Scratch()
+    scratch.reserve(12)
+    scratch.reserve(40)
+    first, second = scratch.matrix(3, 4, torch.float32, CPU), scratch.matrix(8, 5, torch.float32, CPU)
+    assert first.data_ptr() == second.data_ptr() == scratch.matrix(1, 2, torch.float32, CPU).data_ptr()
+
+
+def test_models_and_settings_without_a_way_are_refused(tiny_models, monkeypatch):
+    with pytest.raises(ValueError, match=r"base_bits merges the adapters .* dropout rules out"):
+        LoraSettings(base_bits=4, dropout=0.1)
+    with pytest.raises(RecipeError, match="only linear layers of the decoder can be adapted"):
+        load(tiny_models["llama"], targets=("q_proj", "embed_tokens"))
+    monkeypatch.setattr("plaudit.models.fused.is_supported_family", lambda model: False)
+    with pytest.raises(RecipeError, match=r"lora\.base_bits is for Llama, .* not for LlamaForCausalLM: remove it"):
+        load(tiny_models["llama"])
