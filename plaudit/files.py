@@ -141,7 +141,8 @@ def weights_fingerprint(folder: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     lora = read_lora_folder(folder)
     if lora is not None:
-        digest.update(weights_fingerprint(model_folder(lora.base)).encode() + lora.files[0].read_bytes())
+        described = b"".join(file.read_bytes() for file in lora.files if file.suffix == ".json")
+        digest.update(weights_fingerprint(model_folder(lora.base)).encode() + described)
     for file in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())

@@ -6,12 +6,15 @@ adapter merged in. Nothing here imports torch, so that a missing base is reporte
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from plaudit.errors import RecipeError, nearest_path
 from plaudit.hub import looks_local, model_folder
 from plaudit.json_files import UnreadableJson, read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+QUANTISED = "quantised_base.json"
+"""What an adapter's base was rounded to in training (model.lora.base_bits): {"base_bits": 4}. peft does not read it."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class LoraFolder:
     """Folder or hub name of the complete model that the adapter was trained on."""
     scores: bool
     """A reward model's adapter, with a score head; otherwise a causal model's."""
+    base_bits: Literal[4, 8] | None = None
+    """Of the linear layers that the adapter was trained on; None: as they are in the base."""
 
     @property
     def has_tokenizer(self) -> bool:
@@ -28,7 +33,8 @@ class LoraFolder:
 
     @property
     def files(self) -> list[Path]:
-        return [self.folder / CONFIG, self.folder / WEIGHTS]
+        names = [CONFIG, WEIGHTS] if self.base_bits is None else [CONFIG, WEIGHTS, QUANTISED]
+        return [self.folder / name for name in names]
 
 
 def is_lora_folder(path: str | Path) -> bool:
@@ -72,7 +78,20 @@ def read_lora_folder(path: str | Path) -> LoraFolder | None:
         )
     if config.get("megatron_config") is not None:
         raise RecipeError(f"{folder / CONFIG}: megatron_config makes peft import the module it names; plaudit does not load that")
-    return LoraFolder(folder, _find_base(Path(path), folder, base), scores=config.get("task_type") == "SEQ_CLS")
+    found = _find_base(Path(path), folder, base)
+    return LoraFolder(folder, found, scores=config.get("task_type") == "SEQ_CLS", base_bits=_read_bits(folder / QUANTISED))
+
+
+def _read_bits(file: Path) -> Any:
+    if not file.is_file():
+        return None
+    try:
+        bits = read_object(file).get("base_bits")
+    except UnreadableJson as error:
+        raise RecipeError(f"{file} cannot be read: {error}. Copy the adapter's folder again") from None
+    if bits not in (4, 8):
+        raise RecipeError(f"{file}: base_bits should be 4 or 8, not {bits}. Copy the adapter's folder again")
+    return bits
 
 
 def _find_base(name: Path, folder: Path, base: str) -> str:

@@ -161,5 +161,13 @@ def quantise_linears(layer: nn.Module, bits: Bits, scratch: Scratch, device: tor
         setattr(layer.get_submodule(owner), leaf, QuantisedLinear(module, bits, scratch, device))
 
 
+@torch.no_grad()
+def round_linears(layer: nn.Module, bits: Bits) -> None:
+    """The layer's linear modules as they are after quantising and dequantising, and not quantised."""
+    for module in layer.modules():
+        if type(module) is nn.Linear:
+            dequantise_into(module.weight, *quantise(module.weight, bits))
+
+
 def is_quantised(model: nn.Module) -> bool:
     return any(isinstance(module, QuantisedLinear) for module in model.modules())

@@ -3,6 +3,7 @@
 Weights are loaded and saved as safetensors; a model with only pickled weights is refused.
 """
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,14 +21,15 @@ from plaudit.data.templates import ChatTemplate
 from plaudit.errors import RecipeError
 from plaudit.host import return_freed_memory
 from plaudit.hub import model_folder
-from plaudit.lora_folder import read_lora_folder
+from plaudit.lora_folder import QUANTISED, read_lora_folder
 from plaudit.models import attention
 from plaudit.models.checkpointing import checkpoint_layers
 from plaudit.models.folder import config_to_load, count_labels
 from plaudit.models.fused import merge_adapters, prepare_layers, quantise_base
 from plaudit.models.host_memory import HostMemory
+from plaudit.models.layer_blocks import own_layers
 from plaudit.models.lora import PEFT_PREFIX, attach_lora, iter_merged_weights, merge_lora, merged_weights, saved_by_peft
-from plaudit.models.quantised import QuantisedLinear
+from plaudit.models.quantised import QuantisedLinear, round_linears
 from plaudit.models.sharded import gather_on_host, is_sharded, iter_some, iter_whole
 from plaudit.models.verify import verify_packed, verify_shared
 from plaudit.recipe import LoraSettings, ModelSettings
@@ -92,6 +94,8 @@ class TrainableModel:
         merge = self.peft is not None and self._merges
         weights = self._saved_weights(memory, merge=merge, keep=keep)
         tokenizer = self._tokenizer_files() if keep else {}
+        bits = self.lora.base_bits if self.lora is not None and not merge else None
+        quantised = {} if bits is None else {QUANTISED: json.dumps({"base_bits": bits}).encode()}
 
         def write(folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +103,7 @@ class TrainableModel:
                 self.model.save_pretrained(folder, state_dict=weights)
             else:
                 self.peft.save_pretrained(str(folder), state_dict=weights)
-            for name, content in (tokenizer | self.response_files).items():
+            for name, content in (tokenizer | self.response_files | quantised).items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_bytes(content)
 
@@ -204,6 +208,9 @@ def load_pretrained(
         labels = {"num_labels": count_labels(lora)} if lora.scores else {}
         more = {"new": (*new, *head), "partial": partial, **labels, **config}
         base = load_pretrained(auto, lora.base, dtype, trust_remote_code=trust_remote_code, **more)
+        if lora.base_bits is not None:  # so that it is the model that was trained
+            for layer in own_layers(base.get_decoder()):
+                round_linears(layer, lora.base_bits)
         return merge_lora(base, lora)
     transformers_logging.disable_progress_bar()  # its bars would break ours
     folder = model_folder(path)

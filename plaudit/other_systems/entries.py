@@ -156,6 +156,6 @@ TEXT_ONLY = "plaudit trains on text"
 LOGGED = "every step is logged"
 NEVER_PUSHED = "plaudit uploads nothing: upload the run folder's model/ yourself"
 PRECISION = (
-    "weights are trained in float32 or bfloat16. To save memory: model.lora.rank, model.gradient_checkpointing, "
-    "optim.placement=offload (docs/memory.md)"
+    "weights are trained in float32 or bfloat16. To save memory: model.lora.rank (QLoRA: model.lora.base_bits), "
+    "model.gradient_checkpointing, optim.placement=offload (docs/memory.md)"
 )

@@ -37,7 +37,6 @@ from plaudit.recipe.training import (
     Placement,
     ReferenceSettings,
     RLRunSettings,
-    refuse_quantised_liger,
 )
 
 
@@ -271,7 +270,7 @@ class CriticSettings(Section):
     def _require_merge_on_save(self) -> "CriticSettings":
         if self.lora is not None and not self.lora.merge_on_save:
             raise ValueError("critic.lora.merge_on_save is false, but a critic is always saved merged, with its head: remove it")
-        refuse_quantised_liger(self.lora, liger=self.liger)
+        (self.lora or LoraSettings()).refuse_liger(self.liger)
         return self
 
     def model(self, policy: ModelSettings) -> ModelSettings:

@@ -76,6 +76,10 @@ class LoraSettings(Section):
             raise ValueError("base_bits merges the adapters into the weights of every product, which dropout rules out: remove one")
         return self
 
+    def refuse_liger(self, liger: bool) -> None:
+        if liger and self.base_bits is not None:
+            raise ValueError("liger replaces the layers that compute with lora.base_bits: remove liger, which saves no more memory")
+
     @field_validator("targets")
     @classmethod
     def _refuse_output_head(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
@@ -107,13 +111,8 @@ class ModelSettings(Section):
 
     @model_validator(mode="after")
     def _require_own_layers(self) -> "ModelSettings":
-        refuse_quantised_liger(self.lora, liger=self.liger)
+        (self.lora or LoraSettings()).refuse_liger(self.liger)
         return self
-
-
-def refuse_quantised_liger(lora: LoraSettings | None, *, liger: bool) -> None:
-    if liger and lora is not None and lora.base_bits is not None:
-        raise ValueError("liger replaces the layers that compute with lora.base_bits: remove liger, which saves no more memory")
 
 
 class ReferenceSettings(Section):

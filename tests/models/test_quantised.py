@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from plaudit.data.pack import pack
 from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.errors import RecipeError
+from plaudit.loops.merge import merge_adapter
+from plaudit.lora_folder import read_lora_folder
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.lora import iter_base_weights, iter_merged_weights
 from plaudit.models.merged import drop_merged, has_merged
@@ -258,6 +260,28 @@ def test_saved_models_compute_what_was_trained(tiny_models, tmp_path, dtype):
     assert (adapted - plain).abs().max() > 0.2, "the adapter matters"
     torch.testing.assert_close(trained, merged, rtol=0, atol=1e-4 if dtype == "float32" else 0.02)
     torch.testing.assert_close(adapted, merged, rtol=0, atol=0.05)  # the base without the error of 8 bits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_stands_for_the_model_that_was_trained(tiny_models, tmp_path, dtype):
+    """Its folder says what its base was rounded to, so `plaudit merge` and whoever else reads it have the same weights."""
+    policy = load(tiny_models["llama"], 4, dtype, merge_on_save=False)
+    shift(policy, 0)
+    policy.save(tmp_path / "adapter")
+    lora = read_lora_folder(tmp_path / "adapter")
+    assert lora is not None
+    assert lora.base_bits == 4
+    merge_adapter(lora, tmp_path / "complete", dtype)
+    trained, found = dict(iter_merged_weights(policy.model)), load_file(tmp_path / "complete/model.safetensors")
+    for name, weight in found.items():  # in bf16, noise decided between two neighbours in training
+        rtol, atol = (1e-5, 1e-6) if dtype == "float32" else (2.0**-7, 1e-6)
+        torch.testing.assert_close(weight.float(), trained[name].float(), rtol=rtol, atol=atol)
+    (tmp_path / "adapter/quantised_base.json").write_text('{"base_bits": 3}')
+    with pytest.raises(RecipeError, match="base_bits should be 4 or 8, not 3"):
+        read_lora_folder(tmp_path / "adapter")
+    (tmp_path / "adapter/quantised_base.json").write_text("{")
+    with pytest.raises(RecipeError, match=r"quantised_base.json cannot be read: .* Copy the adapter's folder again"):
+        read_lora_folder(tmp_path / "adapter")
 
 
 def test_one_place_for_all_matrices():

@@ -1040,9 +1040,16 @@ def test_scoring_passes_match_modules(tiny_models, monkeypatch, kind, dtype):
 
 @pytest.mark.grid(1)
 @pytest.mark.parametrize(
-    ("kind", "targets"), [("llama", "all-linear"), ("qwen2", ("q_proj", "v_proj", "up_proj")), ("qwen3", "all-linear")]
+    ("kind", "targets", "bits"),
+    [
+        ("llama", "all-linear", None),
+        ("qwen2", ("q_proj", "v_proj", "up_proj"), None),
+        ("qwen3", "all-linear", None),
+        ("qwen2", ("q_proj", "v_proj", "up_proj"), 4),
+        ("qwen3", "all-linear", 8),
+    ],
 )
-def test_merged_adapters(tiny_models, monkeypatch, kind, targets):
+def test_merged_adapters(tiny_models, monkeypatch, kind, targets, bits):
     """Hidden states and the adapters' gradients are peft's; without adapters the states are the base model's; after a change of an
     adapter, all of it again."""
     from plaudit.data.pack import pack
@@ -1053,11 +1060,11 @@ def test_merged_adapters(tiny_models, monkeypatch, kind, targets):
     from plaudit.recipe import LoraSettings, ModelSettings
     from plaudit.types import Example
 
-    recipe = ModelSettings(path=str(tiny_models[kind]), dtype="float32")
+    lora = LoraSettings(rank=3, alpha=5.0, targets=targets, base_bits=bits)
+    recipe = ModelSettings(path=str(tiny_models[kind]), dtype="float32", lora=lora)
     theirs, ours = (load_model(recipe, DEVICE) for _ in range(2))
     monkeypatch.setattr(fused, "_kernels_run_on", lambda x: True)
     fused.fuse_layers(ours)
-    lora = LoraSettings(rank=3, alpha=5.0, targets=targets)
     wrapped = [attach_lora(model, lora, seed=1) for model in (theirs, ours)]
     fused.merge_adapters(ours)
     assert has_merged(ours)
