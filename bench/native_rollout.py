@@ -346,7 +346,7 @@ def cycles(job: dict, work: Work, report, section: str = "cycles") -> None:
     )
     policy, world = TrainableModel(model, template=None), World.alone(model.device)  # pyright: ignore
     learner = Learner(policy, recipe, total_steps=work.cycle_warm + work.cycles, world=world)
-    engine = NativeEngine(model, None, max_sequences=work.max_sequences)
+    engine = NativeEngine(model, None, max_sequences=work.max_sequences, returns_memory=False)
     rows: list[dict[str, float]] = []
     for cycle in range(work.cycle_warm + work.cycles):
         forget_peak()

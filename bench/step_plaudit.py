@@ -41,6 +41,7 @@ from plaudit.models.trainable import TrainableModel
 from plaudit.objectives.supervised import nll
 from plaudit.preference.losses import answer_logprobs, dpo_loss, measure
 from plaudit.recipe import DPORecipe, LoraSettings, RLRecipe, SFTRecipe
+from plaudit.recipe.training import micro_batch_tokens
 from plaudit.rl.learner import Learner
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native.engine import NativeEngine
@@ -111,7 +112,8 @@ class TimedOptimiser:
 def rl_step(job: dict, steps: Steps, work: Any, recipe: RLRecipe, policy: TrainableModel, total: int) -> Step:
     learner = Learner(policy, recipe, total_steps=total, world=World.alone(policy.device))
     optimiser, vocabulary = TimedOptimiser(learner.trainer), policy.model.config.vocab_size
-    engine = NativeEngine(policy.model, None, max_sequences=work.max_sequences) if steps.samples else None
+    settings = {"max_sequences": work.max_sequences, "returns_memory": False}  # as in a run whose judges share no GPU
+    engine = NativeEngine(policy.model, None, **settings) if steps.samples else None
 
     def given(requests: list[Request], number: int) -> list[Sample]:
         responses = responses_of(steps, vocabulary, number)
@@ -156,7 +158,7 @@ def sft_step(job: dict, steps: Steps, work: Any, recipe: SFTRecipe, policy: Trai
         examples = [Example(np.array(row, dtype=np.int32), np.arange(len(row)) > 0) for row in rows]
         targets = sum(example.num_targets for example in examples)
         began = now()
-        batches = micro_batches(examples, recipe.train.tokens_per_micro_batch, policy.device)
+        batches = micro_batches(examples, micro_batch_tokens(recipe.train.tokens_per_micro_batch), policy.device)
         trainer.update(batches, lambda b: (nll(target_logprobs(model, b).logprobs_N, targets), {}), recipe.optim.lr)
         seconds = now() - began
         return updated(seconds, optimiser, sum(map(len, examples)), targets)
@@ -165,7 +167,8 @@ def sft_step(job: dict, steps: Steps, work: Any, recipe: SFTRecipe, policy: Trai
 
 
 def dpo_step(job: dict, steps: Steps, work: Any, recipe: DPORecipe, policy: TrainableModel, total: int) -> Step:
-    model, world, budget = policy.model, World.alone(policy.device), recipe.train.tokens_per_micro_batch
+    model, world = policy.model, World.alone(policy.device)
+    budget = micro_batch_tokens(recipe.train.tokens_per_micro_batch)
 
     def pair(row: dict[str, list[int]]) -> Pair:
         prompt = row["prompt_ids"]

@@ -117,7 +117,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         own_weights = engine_kind.own_weights and not lag
         sampled = learner.policy.model if own_weights else load_sampled(recipe.model, learner.policy, copy=lag)
         reserved = learner.resident_bytes(sampled)
-        setup = EngineSetup(recipe.rollout, sampled, template.tokenizer, sampling_world, reserved, run.folder)
+        setup = EngineSetup(recipe.rollout, sampled, template.tokenizer, sampling_world, reserved, run.folder, rewards.rests)
         engine = stack.enter_context(closing(build_engine(setup)))
         ends = threading.Event()
         activity = Activity(partial(_check, run, sampling_world, ends))

@@ -14,7 +14,8 @@ def build_engine(setup: EngineSetup) -> Engine:
     kind = engine_class(setup.rollout.engine)
     if setup.rollout.engine == "native":
         options = {"max_sequences": setup.rollout.max_sequences, "drafts": setup.rollout.drafts}
-        return kind(setup.model, setup.tokenizer, reserved_bytes=setup.reserved_bytes, **options)  # pyright: ignore
+        options |= {"reserved_bytes": setup.reserved_bytes, "returns_memory": setup.returns_memory}
+        return kind(setup.model, setup.tokenizer, **options)  # pyright: ignore
     with engine_faults(kind):
         return kind(setup)  # pyright: ignore[reportCallIssue] (every other engine takes its setup)
 

@@ -76,8 +76,8 @@ class KVCache:
         """Allocate `blocks` blocks, or as many as fit, but at least `min_blocks`; returns their number."""
         heads, device = self.shape.heads, self.shape.device
         self.memory = None
-        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < blocks * self.block_bytes / FREE_SHARE:
-            torch.cuda.empty_cache()  # memory that training has cached
+        if device.type == "cuda" and _unused_memory(device) < blocks * self.block_bytes / FREE_SHARE:
+            torch.cuda.empty_cache()
             blocks = blocks_that_fit(blocks, min_blocks, self.block_bytes, torch.cuda.mem_get_info(device)[0])
         size = (blocks, self.shape.layers, 2, heads.kv, self.block_tokens, heads.size)
         on_cpu = device.type == "cpu"
@@ -85,10 +85,11 @@ class KVCache:
         self.base.fill_((self.memory.data_ptr() - self.anchor.data_ptr()) // self.shape.dtype.itemsize)
         return blocks
 
-    def release(self) -> None:
+    def release(self, *, to_driver: bool = True) -> None:
+        """`to_driver`: for other processes. Otherwise torch keeps it, and all that training has left, for the next tensors. Should
+        these leave no piece that is large enough, torch returns the pieces by itself and asks the driver."""
         self.memory = None
-        if self.shape.device.type == "cuda":
-            # To the driver, in one piece: otherwise training's small tensors fragment it and the next call needs new memory.
+        if to_driver and self.shape.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def copy_blocks(self, moves: Sequence[tuple[int, int]], tokens: int) -> None:
@@ -102,6 +103,12 @@ class KVCache:
     def set_block_tables(self, rows: Sequence[int], tables: np.ndarray) -> None:
         device = self.shape.device
         self.block_tables.index_copy_(0, to_device(np.array(rows, dtype=np.int64), device), to_device(tables, device, torch.int32))
+
+
+def _unused_memory(device: torch.device) -> int:
+    """Free, or cached by torch and not in use."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def blocks_that_fit(wanted: int, min_blocks: int, block_bytes: int, free: int) -> int:

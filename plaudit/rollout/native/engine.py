@@ -75,9 +75,11 @@ class NativeEngine(Engine):
         reserved_bytes: int = 0,
         block_tokens: int | None = None,
         drafts: bool = True,
+        returns_memory: bool = True,
     ):
-        """Without a tokenizer, samples have no text. `reserved_bytes`: device memory that others hold while we sample."""
-        self.model, self.tokenizer, self.reserved_bytes = model, tokenizer, reserved_bytes
+        """Without a tokenizer, samples have no text. `reserved_bytes`: device memory that others hold while we sample;
+        `returns_memory`: whether they need what is unused afterwards."""
+        self.model, self.tokenizer, self.reserved_bytes, self.returns_memory = model, tokenizer, reserved_bytes, returns_memory
         self.end_tokens = end_tokens_of(model)
         self.forward = Forward(model)
         self.device = self.forward.shape.device
@@ -119,7 +121,7 @@ class NativeEngine(Engine):
             self._busy = False
             self.forward.end()
             if self._cache is not None:
-                self._cache.release()
+                self._cache.release(to_driver=self.returns_memory)
 
     def sync(self, version: int, weights: Weights) -> None:
         """Nothing to do for the trainer's own model."""

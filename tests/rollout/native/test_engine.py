@@ -1085,6 +1085,19 @@ def test_a_second_engine_makes_no_second_copy(tiny_models):
     assert policy.model.model.layers[1].self_attn.q_proj.weight.data_ptr() == where, "weights that have not moved stay in place"
 
 
+@pytest.mark.parametrize("to_driver", [False, True])
+def test_memory_goes_back_to_the_driver_if_others_need_it(to_driver, monkeypatch):
+    """What training has cached goes with it: this process keeps it for the next update, unless another one is to use it."""
+    shape, emptied = CacheShape(1, Heads(1, 1, 16), torch.float32, torch.device("cpu")), []
+    cache = KVCache(shape, rows=1, blocks_per_row=1, block_tokens=16)
+    cache.allocate(1)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(cache.memory is None))
+    cache.shape = replace(shape, device=torch.device("cuda"))
+    cache.release(to_driver=to_driver)
+    assert cache.memory is None
+    assert emptied == [True] * to_driver
+
+
 def test_blocks_are_limited_by_free_memory():
     assert blocks_that_fit(100, 10, block_bytes=1000, free=200_000) == 100
     with pytest.warns(UserWarning, match=r"sampling takes longer"):
