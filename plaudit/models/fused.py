@@ -208,7 +208,7 @@ class _Product(torch.autograd.Function):
             grad_x_TD = grad_TE @ (torch.cat(weights) if whole is None else whole)
         grads: list[Tensor | None] = [None] * len(parameters)
         if any(needed[2 : 2 + ctx.count]):
-            sum_ED = None if ctx.sum is None else ctx.sum.get(weights[0])
+            sum_ED = None if ctx.sum is None else ctx.sum.get(weights)
             if sum_ED is None:
                 grads[: ctx.count] = (grad_TE.T @ x_TD).split(lengths)
             else:

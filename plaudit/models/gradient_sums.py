@@ -1,11 +1,12 @@
-"""fp32 sums of the gradients of half-precision weights, over the micro-batches of an update.
+"""fp32 sums of gradients, over the micro-batches of an update.
 
-A product whose weights have such a sum adds to it directly, in one product of its own, instead of rounding every micro-batch's
-gradient for someone else to add. Weights of one product (queries, keys and values) have one sum, end to end. Any other gradient is
-added when autograd has computed it.
+A product whose weights have such a sum adds to it directly, in one product of its own, instead of returning (and for half-precision
+weights rounding) every micro-batch's gradient for someone else to add. Weights of one product (queries, keys and values) have one
+sum, end to end. Any other gradient is added when autograd has computed it. The sum of an fp32 parameter is its `grad`, where
+autograd would add, too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,25 +23,38 @@ class GradientSums:
         self.by_name: dict[str, Tensor] = {}
         for parameter in parameters.values():
             setattr(parameter, ATTRIBUTE, self)
-            # The hook must not refer to the optimiser: that would be a reference cycle.
-            parameter.register_post_accumulate_grad_hook(self._move_gradient)
+            if parameter.dtype != torch.float32:
+                # The hook must not refer to the optimiser: that would be a reference cycle.
+                parameter.register_post_accumulate_grad_hook(self._move_gradient)
 
     def clear(self) -> None:
-        """Free their memory: sums exist during an update only."""
+        """Free their memory: sums exist during an update only. (`grad` of fp32 parameters is the caller's to clear.)"""
         self._of_products.clear()
         self.by_name.clear()
 
     def of_product(self, weights: Sequence[Tensor]) -> "ProductSum":
-        return ProductSum(self, tuple(self._names[id(weight)] for weight in weights), tuple(len(weight) for weight in weights))
+        return ProductSum(self, tuple(self._names[id(weight)] for weight in weights))
 
-    def get(self, product: "ProductSum", like: Tensor) -> Tensor | None:
-        if product.names not in self._of_products:
-            if any(name in self.by_name for name in product.names):
-                return None
-            whole = torch.zeros(sum(product.rows), *like.shape[1:], dtype=torch.float32, device=like.device)
-            self._of_products[product.names] = whole
-            self.by_name.update(zip(product.names, whole.split(product.rows), strict=True))
-        return self._of_products[product.names]
+    def get(self, names: tuple[str, ...], weights: Sequence[Tensor]) -> Tensor | None:
+        known = self._of_products.get(names)
+        if known is not None and self._is_current(known, weights[0]):
+            return known
+        if any(name in self.by_name or weight.grad is not None for name, weight in zip(names, weights, strict=True)):
+            return None
+        rows, like = [len(weight) for weight in weights], weights[0]
+        whole = torch.zeros(sum(rows), *like.shape[1:], dtype=torch.float32, device=like.device)
+        self._of_products[names] = whole
+        for name, weight, part in zip(names, weights, whole.split(rows), strict=True):
+            if weight.dtype == torch.float32:
+                weight.grad = part
+            else:
+                self.by_name[name] = part
+        return whole
+
+    @staticmethod
+    def _is_current(whole: Tensor, first: Tensor) -> bool:
+        """Unless somebody has cleared or replaced the `grad` of an fp32 parameter."""
+        return first.dtype != torch.float32 or (first.grad is not None and first.grad.data_ptr() == whole.data_ptr())
 
     def _move_gradient(self, parameter: Tensor) -> None:
         """As soon as it is computed."""
@@ -60,11 +74,16 @@ class ProductSum(NamedTuple):
 
     sums: GradientSums
     names: tuple[str, ...]
-    rows: tuple[int, ...]
 
-    def get(self, like: Tensor) -> Tensor | None:
-        """Zeros at first, on the device of `like`, one of the weights. None if any of them has got gradients in another way."""
-        return self.sums.get(self, like)
+    def get(self, weights: Sequence[Tensor]) -> Tensor | None:
+        """Zeros at first. None if any of the weights has got gradients in another way."""
+        return self.sums.get(self.names, weights)
+
+
+def forget_sums(parameters: Iterable[nn.Parameter]) -> None:
+    """Those of an earlier trainer, to which products would add."""
+    for parameter in parameters:
+        parameter.__dict__.pop(ATTRIBUTE, None)
 
 
 def sum_of_product(weights: Sequence[Tensor]) -> ProductSum | None:

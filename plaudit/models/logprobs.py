@@ -127,7 +127,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         # Summed in fp32 over chunks: bf16 would lose the small contributions.
         sum_VD, grad_weight_VD = None, None
         if ctx.needs_input_grad[1]:
-            sum_VD = None if ctx.sum is None else ctx.sum.get(weight_VD)
+            sum_VD = None if ctx.sum is None else ctx.sum.get([weight_VD])
             if sum_VD is None:
                 sum_VD = grad_weight_VD = torch.zeros_like(weight_VD, dtype=_precise(weight_VD.dtype))
         gradient = _kernel_gradient if _has_kernels(hidden_ND) else _torch_gradient

@@ -3,8 +3,8 @@
     W' = W + s B A           rounded to W's dtype, computed again whenever A or B have changed
     y  = x W'ᵀ               the sampler's product, to the bit
     dx = dy W'
-    dB = s dyᵀ (x Aᵀ)        small products: A is [rank, in], B is [out, rank]
-    dA = s (dy B)ᵀ x
+    dB = dyᵀ (x (s A)ᵀ)      small products: A is [rank, in], B is [out, rank]
+    dA = (dy (s B))ᵀ x
 
 Updates are far smaller than the spacing of bf16, so rounding to nearest would drop most of them: W is itself a bf16 number, and
 W + ΔW would be W until ΔW is half a spacing. Instead, noise that depends on an element's place alone decides whether it is rounded
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from plaudit.models.gradient_sums import add_product, sum_of_product
 from plaudit.models.products import fuse_parameters, product, summed_product
 from plaudit.models.quantised import ELEMENTS_AT_ONCE, FrozenProduct, QuantisedLinear
 
@@ -190,26 +191,23 @@ class QuantisedProduct(MergedProduct):
 
 
 class Factors(NamedTuple):
-    """A and B of all adapters of a product, as the backward pass computes with them: in the weights' dtype, K the sum of their
+    """s A and s B of all adapters of a product, as the backward pass computes with them: in the weights' dtype, K the sum of their
     ranks. An adapter has its own rows of A and its own block of B, which is 0 elsewhere; a few large products take less time than
     many small ones."""
 
     a_KI: Tensor
     b_OK: Tensor
-    scales_K: Tensor
 
     @classmethod
     def of(cls, adapters: Sequence[Adapter], like_OI: Tensor) -> Self:
-        a_KI = torch.cat([adapter.a_RI for adapter in adapters]).to(like_OI.dtype)
+        a_KI = torch.cat([adapter.scale * adapter.a_RI for adapter in adapters]).to(like_OI.dtype)
         b_OK = like_OI.new_zeros(len(like_OI), len(a_KI))
         for adapter in adapters:
-            b_OK[adapter.rows, adapter.ranks] = adapter.b_OR
-        scales = [adapter.scale for adapter in adapters for _ in adapter.a_RI]
-        return cls(a_KI, b_OK, torch.tensor(scales, device=like_OI.device))
+            b_OK[adapter.rows, adapter.ranks] = (adapter.scale * adapter.b_OR).to(like_OI.dtype)
+        return cls(a_KI, b_OK)
 
     def only(self, adapter: Adapter) -> Self:
-        ranks = adapter.ranks
-        return type(self)(self.a_KI[ranks], self.b_OK[adapter.rows, ranks], self.scales_K[ranks])
+        return type(self)(self.a_KI[adapter.ranks], self.b_OK[adapter.rows, adapter.ranks])
 
 
 class _MergedProduct(torch.autograd.Function):
@@ -228,21 +226,40 @@ class _MergedProduct(torch.autograd.Function):
         [x_TI] = ctx.saved_tensors
         merged, only = ctx.merged, ctx.only
         assert merged.factors is not None
-        a_KI, b_OK, scales_K = merged.factors if only is None else merged.factors.only(only)
+        a_KI, b_OK = merged.factors if only is None else merged.factors.only(only)
         grad_x_TI = grad_TO @ merged.weight_of(only) if ctx.needs_input_grad[0] else None
-        grad_b_OK = _in_fp32(grad_TO.T, x_TI @ a_KI.T).mul_(scales_K)
-        grad_a_KI = _in_fp32((grad_TO @ b_OK).T, x_TI).mul_(scales_K[:, None])
-        grads = [grad_a_KI, grad_b_OK]
-        if only is None:
-            grads = [grad for one in merged.adapters for grad in (grad_a_KI[one.ranks], grad_b_OK[one.rows, one.ranks])]
+        from_a_TK, from_b_TK = x_TI @ a_KI.T, grad_TO @ b_OK
+        first = 0 if only is None else only.ranks.start
+        adapters = merged.adapters if only is None else [only]
+        grads_a = _gradients([adapter.a_RI for adapter in adapters], from_b_TK, x_TI)
+        grads: list[Tensor | None] = []
+        for adapter, grad_a_RI in zip(adapters, grads_a, strict=True):
+            own_TO = grad_TO[:, adapter.rows] if only is None else grad_TO
+            ranks = slice(adapter.ranks.start - first, adapter.ranks.stop - first)
+            grads += [grad_a_RI, *_gradients([adapter.b_OR], own_TO, from_a_TK[:, ranks])]
         return grad_x_TI, None, None, *grads
+
+
+def _gradients(factors: Sequence[nn.Parameter], left_TM: Tensor, right_TN: Tensor) -> list[Tensor | None]:
+    """leftᵀ right, whose rows are the gradients of these factors, end to end; None for each if it has been added to their sum."""
+    added = sum_of_product(factors)
+    if added is not None and (sum_MN := added.get(factors)) is not None:
+        add_product(sum_MN, *_precise(left_TM, right_TN))
+        return [None] * len(factors)
+    return [*_in_fp32(left_TM.T, right_TN).split([len(factor) for factor in factors])]
 
 
 def _in_fp32(x: Tensor, y: Tensor) -> Tensor:
     """x y, not rounded to half precision: it is a sum over all tokens."""
     if x.is_cuda and x.element_size() == 2:
         return torch.mm(x, y, out_dtype=torch.float32)
-    return (x.float() if x.element_size() == 2 else x) @ (y.float() if y.element_size() == 2 else y)
+    x, y = _precise(x, y)
+    return x @ y
+
+
+def _precise(*tensors: Tensor) -> list[Tensor]:
+    """In fp32 or finer where half-precision products would be rounded: a GPU can sum them in fp32."""
+    return [x if x.is_cuda else x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
 # Merging -------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from plaudit.models.gradient_sums import GradientSums
+from plaudit.models.gradient_sums import GradientSums, forget_sums
 from plaudit.models.memory import BUCKET_ELEMENTS
 from plaudit.world import PendingCollective, World
 
@@ -90,6 +90,7 @@ class Gradients(Protocol):
 def collect_gradients(named_parameters: Iterable[tuple[str, nn.Parameter]], world: World, *, sharded: bool) -> Gradients:
     parameters = dict(named_parameters)
     assert parameters, "nothing to train"
+    forget_sums(parameters.values())
     shards = {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
     if shards:
         assert len(shards) == len(parameters), "a model is sharded in full or not at all"
@@ -98,12 +99,12 @@ def collect_gradients(named_parameters: Iterable[tuple[str, nn.Parameter]], worl
 
 
 class LocalGradients:
-    """Of one process. An fp32 parameter's gradients are summed where torch puts them; others in fp32 aside."""
+    """Of one process: summed in fp32, for an fp32 parameter where torch puts its gradients, for others aside."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]):
         self._parameters = parameters
         self.pieces: Mapping[str, Piece] = {name: Piece(name, p, p.ndim >= 2) for name, p in parameters.items()}
-        self._sums = GradientSums({name: p for name, p in parameters.items() if p.dtype != torch.float32})
+        self._sums = GradientSums(parameters)
 
     def begin_last_pass(self) -> None:
         pass

@@ -15,7 +15,7 @@ def test_a_product_adds_to_the_sum_of_its_weights():
     sums = GradientSums(weights)
     product = sum_of_product([*weights.values()])
     assert product is not None
-    whole = product.get(weights["q"])
+    whole = product.get([*weights.values()])
     assert whole is not None
     grad, x = torch.randn(7, 5).bfloat16(), torch.randn(7, 4).bfloat16()
     add_product(whole, grad, x)
@@ -33,10 +33,36 @@ def test_weights_that_have_got_gradients_in_another_way_have_no_sum_of_their_pro
     weight.sum().backward()
     product = sum_of_product([weight])
     assert product is not None
-    assert product.get(weight) is None
+    assert product.get([weight]) is None
     assert torch.equal(sums.by_name["w"], torch.ones(2, 2))
     assert sum_of_product([weight, nn.Parameter(torch.ones(2, 2).bfloat16())]) is None
     assert sum_of_product([torch.ones(2)]) is None
+
+
+def test_the_sum_of_fp32_weights_is_their_grad():
+    weights = {name: nn.Parameter(torch.randn(rows, 4)) for name, rows in (("q", 3), ("k", 2))}
+    gradients, both = LocalGradients(weights), [*weights.values()]
+    grad, x = torch.randn(7, 5), torch.randn(7, 4)
+
+    def add() -> None:
+        product = sum_of_product(both)
+        assert product is not None
+        whole = product.get(both)
+        assert whole is not None
+        add_product(whole, grad, x)
+
+    add()
+    add()
+    weights["q"].sum().backward()  # another use of the same weight
+    expected = (2 * grad.T @ x + torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0])[:, None]).split([3, 2])
+    for found, wanted in zip(gradients.sums().values(), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    for weight in both:  # by somebody who does not know of the sum
+        weight.grad = None
+    add()
+    torch.testing.assert_close(torch.cat([*gradients.sums().values()]), grad.T @ x)
+    gradients.clear()
+    assert not gradients.sums()
 
 
 def test_gradients_belong_to_the_last_of_several_trainers():
