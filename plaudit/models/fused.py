@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from plaudit.errors import RecipeError
 from plaudit.models.attention import attend_packed, window_of
-from plaudit.models.gradient_sums import add_product, sum_of_product
+from plaudit.models.gradient_sums import add_or_return, add_product, sum_of_product
 from plaudit.models.heads import Heads, Rotation
 from plaudit.models.layer_blocks import own_layers
 from plaudit.models.liger import use_liger
@@ -134,7 +134,8 @@ class _FusedNorm(nn.Module):
             return super().forward(hidden_states)
         norm: Any = self
         x_TD = hidden_states.flatten(0, -2).contiguous()
-        return _Norm.apply(x_TD, norm.weight, norm.variance_epsilon).view(hidden_states.shape)  # pyright: ignore
+        _, normed_TD = _Norm.apply(x_TD, norm.weight, norm.variance_epsilon)  # pyright: ignore
+        return normed_TD.view(hidden_states.shape)
 
 
 class _FusedLayer(nn.Module):
@@ -150,7 +151,7 @@ class _FusedLayer(nn.Module):
         first, second = layer.input_layernorm, layer.post_attention_layernorm
         x_TD, size = hidden_states[0], attention.head_dim
         heads = Heads(q.out_features // size, k.out_features // size, size)
-        normed_TD = _Norm.apply(x_TD, first.weight, first.variance_epsilon)
+        x_TD, normed_TD = _Norm.apply(x_TD, first.weight, first.variance_epsilon)  # pyright: ignore
         qkv_TE = _product(normed_TD, q, k, v)
         if hasattr(attention, "q_norm"):
             norms = attention.q_norm.weight, attention.k_norm.weight
@@ -218,27 +219,42 @@ class _Product(torch.autograd.Function):
             ones = _ones(len(grad_TE), grad_TE.dtype, grad_TE.device)
             in_half = grad_TE.is_cuda and grad_TE.element_size() == 2
             sums_1E = torch.mm(ones, grad_TE, out_dtype=torch.float32) if in_half else ones @ grad_TE
-            grads[ctx.count :] = sums_1E[0].to(grad_TE.dtype).split(lengths)
+            grads[ctx.count :] = add_or_return(biases, sums_1E[0])
         return grad_x_TD, None, *grads
 
 
 class _Norm(torch.autograd.Function):
+    """x and its norm: the gradient of x's other uses is added in the same kernel."""
+
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         from plaudit.models.kernels import add_norm
 
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x_TD, weight_D)
         ctx.eps = eps
-        return add_norm(x_TD, None, weight_D, eps)[0]
+        return x_TD, add_norm(x_TD, None, weight_D, eps)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor):  # pyright: ignore
-        from plaudit.models.kernels import norm_backward
-
+    def backward(ctx: Any, grad_x_TD: Tensor | None, grad_normed_TD: Tensor):  # pyright: ignore
         x_TD, weight_D = ctx.saved_tensors
-        grad_x_TD, grad_weight_D, _ = norm_backward(grad_TD.contiguous(), x_TD, weight_D, ctx.eps, None)
-        return grad_x_TD.to(x_TD.dtype), grad_weight_D.to(weight_D.dtype), None
+        trains = ctx.needs_input_grad[1]
+        grad_TD, grad_weight, _ = _norm_gradients(grad_normed_TD, x_TD, weight_D, ctx.eps, grad_x_TD, trains=trains)
+        return grad_TD.to(x_TD.dtype), grad_weight, None
+
+
+def _norm_gradients(
+    grad_normed_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, grad_x_TD: Tensor | None, *, trains: bool,
+    also_in: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """As `norm_backward`, with the weight's gradient added to its sum."""
+    from plaudit.models.kernels import norm_backward
+
+    grad_x_TD = None if grad_x_TD is None else grad_x_TD.contiguous()
+    found = norm_backward(grad_normed_TD.contiguous(), x_TD, weight_D, eps, grad_x_TD, also_in=also_in, trains_weight=trains)
+    grad_TD, grad_weight_D, rounded_TD = found
+    return grad_TD, None if grad_weight_D is None else add_or_return([weight_D], grad_weight_D)[0], rounded_TD
 
 
 class _AddNorm(torch.autograd.Function):
@@ -256,13 +272,11 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_normed_TD: Tensor, grad_summed_TD: Tensor):  # pyright: ignore
-        from plaudit.models.kernels import norm_backward
-
         summed_TD, weight_D = ctx.saved_tensors
-        grad_TD, grad_weight_D, grad_delta_TD = norm_backward(
-            grad_normed_TD.contiguous(), summed_TD, weight_D, ctx.eps, grad_summed_TD.contiguous(), also_in=ctx.dtypes[1]
+        grad_TD, grad_weight, grad_delta_TD = _norm_gradients(
+            grad_normed_TD, summed_TD, weight_D, ctx.eps, grad_summed_TD, trains=ctx.needs_input_grad[2], also_in=ctx.dtypes[1]
         )
-        return grad_TD.to(ctx.dtypes[0]), grad_delta_TD, grad_weight_D.to(weight_D.dtype), None
+        return grad_TD.to(ctx.dtypes[0]), grad_delta_TD, grad_weight, None
 
 
 class _NormHeads(torch.autograd.Function):
@@ -279,16 +293,15 @@ class _NormHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TE: Tensor):  # pyright: ignore
-        from plaudit.models.kernels import norm_backward
-
         qkv_TE, *weights = ctx.saved_tensors
         heads, size, grads_of_weights = ctx.heads, ctx.heads.size, []
         grad_TE, at = grad_TE.clone(), 0
-        for width, weight in zip((heads.query * size, heads.kv * size), weights, strict=True):
+        for width, weight, trains in zip((heads.query * size, heads.kv * size), weights, ctx.needs_input_grad[1:3], strict=True):
             part = slice(at, at + width)
-            grads = norm_backward(grad_TE[:, part].reshape(-1, size), qkv_TE[:, part].reshape(-1, size), weight, ctx.eps, None)
-            grad_TE[:, part] = grads[0].view(len(grad_TE), width)
-            grads_of_weights.append(grads[1].to(weight.dtype))
+            rows = grad_TE[:, part].reshape(-1, size), qkv_TE[:, part].reshape(-1, size)
+            grad, grad_weight, _ = _norm_gradients(*rows, weight, ctx.eps, None, trains=trains)
+            grad_TE[:, part] = grad.view(len(grad_TE), width)
+            grads_of_weights.append(grad_weight)
             at += width
         return grad_TE, *grads_of_weights, None, None
 

@@ -83,13 +83,24 @@ class ProductSum(NamedTuple):
 def forget_sums(parameters: Iterable[nn.Parameter]) -> None:
     """Those of an earlier trainer, to which products would add."""
     for parameter in parameters:
-        parameter.__dict__.pop(ATTRIBUTE, None)
+        if hasattr(parameter, ATTRIBUTE):
+            delattr(parameter, ATTRIBUTE)
 
 
 def sum_of_product(weights: Sequence[Tensor]) -> ProductSum | None:
     """None if autograd is to return the gradients of these weights, as usual."""
     sums = [getattr(weight, ATTRIBUTE, None) for weight in weights]
     return sums[0].of_product(weights) if sums[0] is not None and all(one is sums[0] for one in sums) else None
+
+
+def add_or_return(parameters: Sequence[Tensor], grad: Tensor) -> list[Tensor | None]:
+    """The gradients of these parameters, end to end in fp32, are added to their sum, and autograd gets none; or it gets each."""
+    together = sum_of_product(parameters)
+    if together is not None and (whole := together.get(parameters)) is not None:
+        whole += grad
+        return [None] * len(parameters)
+    parts = grad.split([len(parameter) for parameter in parameters])
+    return [part.to(parameter.dtype) for part, parameter in zip(parts, parameters, strict=True)]
 
 
 def add_product(sum_VD: Tensor, grad_NV: Tensor, input_ND: Tensor) -> None:

@@ -76,11 +76,15 @@ def fuse_parameters(parameters: Sequence[Tensor]) -> Tensor:
 
 def fused_view(parameters: Sequence[Tensor]) -> Tensor | None:
     """All parameters as one tensor, if they are adjacent in memory."""
-    first, rows = parameters[0].detach(), sum(len(p) for p in parameters)
-    at = first.data_ptr()
+    first = parameters[0]
+    end, rows = first.data_ptr(), 0
     for parameter in parameters:
-        same = parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or parameter.data_ptr() != at or not parameter.is_contiguous():
+        if parameter.data_ptr() != end or not parameter.is_contiguous():
             return None
-        at += parameter.numel() * parameter.element_size()
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
+        end += parameter.nbytes
+        rows += parameter.shape[0]
+    storage = first.untyped_storage()
+    # All of it is in the first one's memory: another's could begin where that ends.
+    if storage.data_ptr() + storage.nbytes() < end:
+        return None
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())

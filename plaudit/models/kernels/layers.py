@@ -174,8 +174,10 @@ def norm_backward(
     grad_x_TD: Tensor | None,
     *,
     also_in: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and weight, in fp32; and that of x in the dtype `also_in`. `grad_x_TD`: another gradient of x, which is added.
+    trains_weight: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of x and, if it is trained, of the weight, in fp32; and that of x in the dtype `also_in`. `grad_x_TD`: another
+    gradient of x, which is added.
 
     y = w · x r,  r = (mean x² + ε)^−½:      ∂x = r (g − x r · mean(g · x r)),  g = w ∂y      ∂w = Σ_t ∂y · x r
     """
@@ -183,18 +185,19 @@ def norm_backward(
     block, programs = next_power_of_2(D), min(T, PROGRAMS)
     grad_TD = torch.empty(T, D, dtype=torch.float32, device=x_TD.device)
     rounded_TD = grad_TD if also_in in (None, torch.float32) else torch.empty(T, D, dtype=also_in, device=x_TD.device)
-    grad_weight_ND = torch.empty(programs, D, dtype=torch.float32, device=x_TD.device)
+    grad_weight_ND = torch.empty(programs if trains_weight else 1, D, dtype=torch.float32, device=x_TD.device)
     _norm_backward[(programs,)](
         grad_normed_TD, x_TD, weight_D, x_TD if grad_x_TD is None else grad_x_TD, grad_TD, rounded_TD, grad_weight_ND, eps, T,
-        D=D, BLOCK=block, ADD=grad_x_TD is not None, ROUND=rounded_TD is not grad_TD, num_warps=4 if block <= 2048 else 16,
+        D=D, BLOCK=block, ADD=grad_x_TD is not None, ROUND=rounded_TD is not grad_TD, TRAINS=trains_weight,
+        num_warps=4 if block <= 2048 else 16,
     )  # fmt: skip
-    return grad_TD, grad_weight_ND.sum(0), rounded_TD
+    return grad_TD, grad_weight_ND.sum(0) if trains_weight else None, rounded_TD
 
 
 @triton.jit
 def _norm_backward(
     grad_normed_ptr, x_ptr, weight_ptr, grad_x_ptr, grad_ptr, rounded_ptr, grad_weight_ptr, eps, T,
-    D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, ROUND: tl.constexpr, TRAINS: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, BLOCK)
     inside = at < D
@@ -206,7 +209,8 @@ def _norm_backward(
         from_normed = tl.load(grad_normed_ptr + row, mask=inside, other=0.0).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / D + eps)
         x *= scale
-        grad_weight += from_normed * x
+        if TRAINS:
+            grad_weight += from_normed * x
         grad = from_normed * weight
         grad = scale * (grad - x * (tl.sum(grad * x, 0) / D))
         if ADD:
@@ -214,7 +218,8 @@ def _norm_backward(
         tl.store(grad_ptr + row, grad, mask=inside)
         if ROUND:
             tl.store(rounded_ptr + row, grad.to(rounded_ptr.dtype.element_ty), mask=inside)
-    tl.store(grad_weight_ptr + tl.program_id(0).to(tl.int64) * D + at, grad_weight, mask=inside)
+    if TRAINS:
+        tl.store(grad_weight_ptr + tl.program_id(0).to(tl.int64) * D + at, grad_weight, mask=inside)
 
 
 def swiglu_backward(grad_TI: Tensor, gate_up_TI: Tensor) -> Tensor:
