@@ -12,7 +12,7 @@ from support.paths import REPOSITORY, TESTS
 LEVELS = [
     ["redaction"],
     ["errors"],
-    ["host", "heavy_imports", "shipped", "threads", "turns", "hub", "json_files", "wrapping", "languages"],
+    ["host", "expandable_segments", "heavy_imports", "shipped", "threads", "turns", "hub", "json_files", "wrapping", "languages"],
     ["lora_folder", "manifest", "model_files"],
     ["types", "files", "seeding", "plugins", "command_help", "response_files"],
     ["world", "balance"],

@@ -13,8 +13,10 @@ from plaudit.cluster.restarts import run_ranks
 from plaudit.config import LoadedRecipe, flatten
 from plaudit.data.conversations import Source
 from plaudit.errors import OutOfMemory, RunError
+from plaudit.expandable_segments import use_expandable_segments
 from plaudit.heavy_imports import heavy_imports
 from plaudit.recipe import RLRecipe, ScoreRecipe, TrainingRecipe
+from plaudit.recipe.rollout import SERVED_ENGINES
 from plaudit.run_progress import RunProgress
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]]) -> Path:
     recipe = loaded.recipe
     assert not isinstance(recipe, ScoreRecipe)
     require_lasting_folder(recipe)
+    if not (isinstance(recipe, RLRecipe) and recipe.rollout.engine in SERVED_ENGINES):  # which read the policy's memory
+        use_expandable_segments()
     if (ranks := launched_ranks(recipe)) is not None:
         with heavy_imports():
             from plaudit.cluster.join import join

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from plaudit.errors import RecipeError
+from plaudit.expandable_segments import without_own_setting
 from plaudit.host import describe_exit
 from plaudit.redaction import redact
 from plaudit.report.progress import print_line
@@ -43,8 +44,9 @@ class ServerProcess:
             with log.open("ab") as file:
                 self._log_from = file.tell()
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, process_group=self._guard.pid, env=environment
-                )
+                    command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, process_group=self._guard.pid,
+                    env=without_own_setting(environment),
+                )  # fmt: skip
         except OSError:
             self._end_guard()
             raise

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from plaudit.data.pack import to_device
 from plaudit.errors import PlauditError
+from plaudit.expandable_segments import segments_expand
 from plaudit.models.heads import Heads, block_tokens
 
 FREE_SHARE = 0.92  # of free memory, at most: activations need some
@@ -74,22 +75,33 @@ class KVCache:
 
     def allocate(self, blocks: int, min_blocks: int = 1) -> int:
         """Allocate `blocks` blocks, or as many as fit, but at least `min_blocks`; returns their number."""
-        heads, device = self.shape.heads, self.shape.device
         self.memory = None
-        if device.type == "cuda" and _unused_memory(device) < blocks * self.block_bytes / FREE_SHARE:
-            torch.cuda.empty_cache()
-            blocks = blocks_that_fit(blocks, min_blocks, self.block_bytes, torch.cuda.mem_get_info(device)[0])
-        size = (blocks, self.shape.layers, 2, heads.kv, self.block_tokens, heads.size)
-        on_cpu = device.type == "cpu"
-        self.memory = _lazily_zero(size, self.shape.dtype) if on_cpu else torch.empty(size, dtype=self.shape.dtype, device=device)
+        if self.shape.device.type == "cuda":
+            if unused_memory(self.shape.device) < blocks * self.block_bytes / FREE_SHARE:
+                blocks = self._after_returning(blocks, min_blocks)
+            try:
+                self.memory = self._empty(blocks)
+            except torch.OutOfMemoryError:  # what torch has cached is in pieces that are too small
+                blocks = self._after_returning(blocks, min_blocks)
+        self.memory = self._empty(blocks) if self.memory is None else self.memory
         self.base.fill_((self.memory.data_ptr() - self.anchor.data_ptr()) // self.shape.dtype.itemsize)
         return blocks
 
+    def _after_returning(self, blocks: int, min_blocks: int) -> int:
+        """How many fit when torch has returned what it has cached."""
+        torch.cuda.empty_cache()
+        return blocks_that_fit(blocks, min_blocks, self.block_bytes, torch.cuda.mem_get_info(self.shape.device)[0])
+
+    def _empty(self, blocks: int) -> Tensor:
+        heads, dtype, device = self.shape.heads, self.shape.dtype, self.shape.device
+        size = (blocks, self.shape.layers, 2, heads.kv, self.block_tokens, heads.size)
+        return _lazily_zero(size, dtype) if device.type == "cpu" else torch.empty(size, dtype=dtype, device=device)
+
     def release(self, *, to_driver: bool = True) -> None:
-        """`to_driver`: for other processes. Otherwise torch keeps it, and all that training has left, for the next tensors. Should
-        these leave no piece that is large enough, torch returns the pieces by itself and asks the driver."""
+        """`to_driver`: for other processes. Otherwise torch keeps it, and all that training has left, for the next tensors, if its
+        segments expand: it could not use most of it for tensors of other sizes if they did not."""
         self.memory = None
-        if to_driver and self.shape.device.type == "cuda":
+        if self.shape.device.type == "cuda" and (to_driver or not segments_expand()):
             torch.cuda.empty_cache()
 
     def copy_blocks(self, moves: Sequence[tuple[int, int]], tokens: int) -> None:
@@ -105,7 +117,7 @@ class KVCache:
         self.block_tables.index_copy_(0, to_device(np.array(rows, dtype=np.int64), device), to_device(tables, device, torch.int32))
 
 
-def _unused_memory(device: torch.device) -> int:
+def unused_memory(device: torch.device) -> int:
     """Free, or cached by torch and not in use."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + cached

@@ -14,6 +14,8 @@ from plaudit.models.heads import next_power_of_2
 
 # Captures share one torch stream, and a judge in another thread may capture while the policy samples.
 _CAPTURE_LOCK = threading.Lock()
+FREE_BYTES = 2**31
+"""What the driver should have left before a capture, which takes memory of its own, and cannot use what torch has cached."""
 
 
 class DecodeGraphs:
@@ -42,8 +44,11 @@ class DecodeGraphs:
             warnings.warn(f"sampling is slower than it could be: the model waits for the GPU in every step ({sync})", stacklevel=2)
             return None
         graph = torch.cuda.CUDAGraph()
-        with _CAPTURE_LOCK, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # records, runs nothing
-            step()
+        with _CAPTURE_LOCK:
+            if torch.cuda.mem_get_info(self.device)[0] < FREE_BYTES:
+                torch.cuda.empty_cache()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # records, runs nothing
+                step()
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph
         return None

@@ -31,6 +31,7 @@ from plaudit.models.trainable import TrainableModel, load_policy
 from plaudit.prepare.tiny_model import make_tiny_model
 from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.rollout.engine import Request, Sampling
+from plaudit.rollout.native import cache as native_cache
 from plaudit.rollout.native import cpu_linear, cpu_ops, forward
 from plaudit.rollout.native import engine as native
 from plaudit.rollout.native.cache import CacheShape, KVCache, blocks_that_fit
@@ -1085,9 +1086,12 @@ def test_a_second_engine_makes_no_second_copy(tiny_models):
     assert policy.model.model.layers[1].self_attn.q_proj.weight.data_ptr() == where, "weights that have not moved stay in place"
 
 
+@pytest.mark.parametrize("expands", [False, True])
 @pytest.mark.parametrize("to_driver", [False, True])
-def test_memory_goes_back_to_the_driver_if_others_need_it(to_driver, monkeypatch):
-    """What training has cached goes with it: this process keeps it for the next update, unless another one is to use it."""
+def test_memory_goes_back_to_the_driver_if_others_need_it(to_driver, expands, monkeypatch):
+    """What training has cached goes with it: this process keeps it for the next update, unless another one is to use it, or what
+    it could use of it again would be in pieces."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True" if expands else "")
     shape, emptied = CacheShape(1, Heads(1, 1, 16), torch.float32, torch.device("cpu")), []
     cache = KVCache(shape, rows=1, blocks_per_row=1, block_tokens=16)
     cache.allocate(1)
@@ -1095,7 +1099,31 @@ def test_memory_goes_back_to_the_driver_if_others_need_it(to_driver, monkeypatch
     cache.shape = replace(shape, device=torch.device("cuda"))
     cache.release(to_driver=to_driver)
     assert cache.memory is None
-    assert emptied == [True] * to_driver
+    assert emptied == [True] * (to_driver or not expands)
+
+
+def test_cached_memory_in_pieces_is_returned_before_the_cache_is_made_smaller(monkeypatch):
+    """Torch has room for 100 blocks, but not in one piece; when it has returned what it can, 46 fit."""
+    shape, calls = CacheShape(1, Heads(1, 1, 16), torch.float32, torch.device("cpu")), []
+    cache = KVCache(shape, rows=1, blocks_per_row=1, block_tokens=16)
+    make = cache._empty
+    cache.shape = replace(shape, device=torch.device("cuda"))
+
+    def empty(blocks):
+        calls.append(blocks)
+        if blocks > 50:
+            raise torch.OutOfMemoryError
+        cache.shape = shape
+        return make(blocks)
+
+    monkeypatch.setattr(cache, "_empty", empty)
+    monkeypatch.setattr(native_cache, "unused_memory", lambda device: 1000 * cache.block_bytes)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("returned"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * cache.block_bytes, 0))
+    with pytest.warns(UserWarning, match=r"sampling takes longer"):
+        assert cache.allocate(100, min_blocks=10) == 46
+    assert calls == [100, "returned", 46]
+    assert cache.memory is not None
 
 
 def test_blocks_are_limited_by_free_memory():
