@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--trl-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of TRL's weights")
     parser.add_argument("--trl-batch", type=int, metavar="ROWS", help="rows per pass of TRL, instead of a search")
     parser.add_argument("--trl-python", type=Path, default=Path(sys.executable), help="the Python that has TRL and vLLM")
-    parser.add_argument("--trl-path", type=Path, help="a folder of unpacked wheels for TRL's processes")
+    parser.add_argument("--trl-path", type=Path, help="…/site-packages: a folder of unpacked wheels for TRL's processes")
     parser.add_argument("--timeout", type=float, default=550.0, help="seconds for each process (default 550)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a smoke test with tiny models")
@@ -256,6 +256,9 @@ def main() -> None:
     if args.table is not None:
         print(table(args.table))
         return
+    if args.trl_path is not None and args.trl_path.name != "site-packages":
+        # datasets names its caches by pickling functions by reference, and those of modules that look like the user's by value.
+        parser.error(f"--trl-path: rename {args.trl_path} to …/site-packages: in a folder of another name, datasets cannot be made")
     for one in args.trl_set:
         try:
             as_setting(one)
