@@ -152,19 +152,25 @@ def _accept(
     log_min_p = tl.load(numbers_ptr + 2)
     tile = tl.arange(0, MANY)
     place = sums_ptr + (row * tiles + tile) * 4
-    greatest = tl.max(tl.load(place, mask=tile < tiles, other=-float("inf")), 0)
+    peaks = tl.load(place, mask=tile < tiles, other=-float("inf"))
+    greatest = tl.max(peaks, 0)
     speed = tl.load(place + 3, mask=tile < tiles, other=-float("inf"))
     tile_won = tl.argmax(speed, 0)
     winner = tl.load(tokens_ptr + row * tiles + tile_won).to(tl.int32)
     z_winner = tl.load(logits_ptr + winner)
-    least = -float("inf")
+    # Most tiles have no token above the winner, and need not be read: `peak` is a tile's greatest logit.
     if FLOOR:
         least = tl.load(floor_ptr + row)
-    total = 0.0
-    for start in range(0, V, TILE):
-        token = start + tl.arange(0, TILE)
-        z = tl.load(logits_ptr + token, mask=token < V, other=-float("inf"))
-        total += tl.sum(tl.where(z >= least, tl.exp((z - greatest) / temperature), 0.0), 0)
+        total = 0.0
+        for start in range(0, V, TILE):
+            peak = tl.load(sums_ptr + (row * tiles + start // TILE) * 4)
+            if peak >= least:
+                token = start + tl.arange(0, TILE)
+                z = tl.load(logits_ptr + token, mask=token < V, other=-float("inf"))
+                total += tl.sum(tl.where(z >= least, tl.exp((z - greatest) / temperature), 0.0), 0)
+    else:
+        odds_of_tiles = tl.load(place + 2, mask=tile < tiles, other=0.0)
+        total = tl.sum(odds_of_tiles * tl.exp((peaks - greatest) / temperature), 0)
     # Integer multiples of 2^-40, as in sampler.keep_likely.
     unit = 1099511627776.0 / total
     allowed = (top_p.to(tl.float64) * 1099511627776.0).to(tl.int64)
@@ -173,23 +179,27 @@ def _accept(
     while not kept:
         above = tl.zeros([TILE], tl.int64)
         for start in range(0, V, TILE):
-            token = start + tl.arange(0, TILE)
-            z = tl.load(logits_ptr + token, mask=token < V, other=-float("inf"))
-            above += tl.where(z > z_winner, (tl.exp((z - greatest) / temperature) * unit).to(tl.int64), 0)
+            peak = tl.load(sums_ptr + (row * tiles + start // TILE) * 4)
+            if peak > z_winner:
+                token = start + tl.arange(0, TILE)
+                z = tl.load(logits_ptr + token, mask=token < V, other=-float("inf"))
+                above += tl.where(z > z_winner, (tl.exp((z - greatest) / temperature) * unit).to(tl.int64), 0)
         likely = ((z_winner - greatest) / temperature >= log_min_p) & (tl.sum(above, 0) < allowed)
         kept = likely | ~(z_winner < greatest)  # also ends the loop on NaN
         if not kept:
             fastest = -1.0
             bound = z_winner
             for start in range(0, V, TILE):
-                token = start + tl.arange(0, TILE)
-                z = tl.load(logits_ptr + token, mask=token < V, other=-float("inf"))
-                odds = tl.where(z > bound, tl.exp((z - greatest) / temperature), 0.0)
-                speeds = _divided(odds, _exponential(key, token))
-                fast = tl.max(speeds, 0)
-                if fast > fastest:
-                    fastest = fast
-                    winner = tl.minimum((start + tl.argmax(speeds, 0)).to(tl.int32), V - 1)
+                peak = tl.load(sums_ptr + (row * tiles + start // TILE) * 4)
+                if peak > bound:
+                    token = start + tl.arange(0, TILE)
+                    z = tl.load(logits_ptr + token, mask=token < V, other=-float("inf"))
+                    odds = tl.where(z > bound, tl.exp((z - greatest) / temperature), 0.0)
+                    speeds = _divided(odds, _exponential(key, token))
+                    fast = tl.max(speeds, 0)
+                    if fast > fastest:
+                        fastest = fast
+                        winner = tl.minimum((start + tl.argmax(speeds, 0)).to(tl.int32), V - 1)
             z_winner = tl.load(logits_ptr + winner)
     tl.store(tokens_ptr + row * tiles + tile_won, winner)
 
