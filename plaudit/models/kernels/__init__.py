@@ -10,9 +10,10 @@ from plaudit.models.kernels.layers import (
     swiglu,
     swiglu_backward,
 )
+from plaudit.models.kernels.merging import dequantise, dequantise_merged, merge
 from plaudit.models.kernels.vocabulary import logit_gradients, token_logprobs
 
 __all__ = [
-    "add_norm", "attend", "logit_gradients", "norm_backward", "norm_heads", "rotate", "sum_copies", "sum_splits", "swiglu",
-    "swiglu_backward", "token_logprobs",
+    "add_norm", "attend", "dequantise", "dequantise_merged", "logit_gradients", "merge", "norm_backward", "norm_heads", "rotate",
+    "sum_copies", "sum_splits", "swiglu", "swiglu_backward", "token_logprobs",
 ]  # fmt: skip
