@@ -18,16 +18,18 @@ from torch import Tensor
 from plaudit.models.kernels.compile_options import NO_FP_FUSION
 
 BLOCK = 64  # elements with a common scale
-ROWS, COLUMNS, WARPS = 128, BLOCK, 4  # of a tile: its columns are one block wherever a row is made of complete blocks
+COLUMNS, WARPS = BLOCK, 8  # of a tile: its columns are one block wherever a row is made of complete blocks
+ROWS, FEW_ROWS = 128, 32  # of a tile; few where a row is not made of complete blocks, so that what is loaded fits in registers
 
 
 def merge(out_OI: Tensor, base_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
     """out = base + scale · B A. `out` may be the base itself."""
     assert out_OI.dtype == base_OI.dtype
     assert base_OI.is_contiguous()
-    _merge[_grid(out_OI)](
+    rows, grid = _tiles(out_OI)
+    _merge[grid](
         base_OI, out_OI, *_factors(out_OI, a_RI, b_OR), scale, len(a_RI), *out_OI.shape,
-        ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS, **NO_FP_FUSION,
+        ROWS=rows, COLUMNS=COLUMNS, num_warps=WARPS, **NO_FP_FUSION,
     )  # fmt: skip
 
 
@@ -48,17 +50,20 @@ def _dequantise(
 ) -> None:
     assert codes.is_contiguous()
     assert scales.is_contiguous()
-    _dequantise_merge[_grid(out_OI)](
+    rows, grid = _tiles(out_OI)
+    _dequantise_merge[grid](
         codes, scales, levels, out_OI, a_RI, b_OR, scale, rank, *out_OI.shape,
         FOUR_BITS=codes.dtype == torch.uint8, MERGE=rank > 0, ALIGNED=out_OI.shape[1] % BLOCK == 0,
-        ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS, **NO_FP_FUSION,
+        ROWS=rows, COLUMNS=COLUMNS, num_warps=WARPS, **NO_FP_FUSION,
     )  # fmt: skip
 
 
-def _grid(out_OI: Tensor) -> tuple[int, int]:
+def _tiles(out_OI: Tensor) -> tuple[int, tuple[int, int]]:
+    """The rows of a tile, and how many tiles there are along columns and rows."""
     assert out_OI.is_contiguous()
-    rows, columns = out_OI.shape
-    return -(-columns // COLUMNS), -(-rows // ROWS)
+    height, width = out_OI.shape
+    rows = ROWS if width % BLOCK == 0 else FEW_ROWS
+    return rows, (-(-width // COLUMNS), -(-height // rows))
 
 
 def _factors(out_OI: Tensor, a_RI: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,9 +72,10 @@ def _factors(out_OI: Tensor, a_RI: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor
 
 
 @triton.jit
-def _update(a_ptr, b_ptr, rank, first_row, row, column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """B A of a tile."""
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+def _update(a_ptr, b_ptr, rank, first_row, row, column, rows, columns, place):
+    """B A of the tile at `place`. Nothing is loaded from there: these zeros are divided among threads as the tile is when it is
+    stored, and others so that a thread has a single column, which takes as many loads as multiplications."""
+    total = tl.load(place, mask=rank < 0, other=0.0).to(tl.float32)
     b_place = b_ptr + first_row.to(tl.int64) * rank + row * rank
     for k in tl.range(0, rank):
         a = tl.load(a_ptr + k * columns + column, mask=column < columns, other=0.0)
@@ -138,7 +144,7 @@ def _merge(
     start = first_row.to(tl.int64) * columns  # beyond 2^31 in large matrices; a tile is not
     at = row[:, None] * columns + column[None, :]
     base = _load(base_ptr + start + at, inside)
-    update = _update(a_ptr, b_ptr, rank, first_row, row, column, rows, columns, ROWS, COLUMNS)
+    update = _update(a_ptr, b_ptr, rank, first_row, row, column, rows, columns, out_ptr + start + at)
     merged = _merged(base, update, scale, first_row + row, column, out_ptr.dtype.element_ty)
     _store(out_ptr + start + at, merged, inside)
 
@@ -153,17 +159,18 @@ def _dequantise_merge(
     first_row = tl.program_id(1) * ROWS
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    is_row = (row < rows - first_row)[:, None]
-    inside = is_row & (column < columns)[None, :]
+    is_row = row < rows - first_row
+    inside = is_row[:, None] & (column < columns)[None, :]
     start = first_row.to(tl.int64) * columns
     at = row[:, None] * columns + column[None, :]
     if ALIGNED:
         tl.static_assert(COLUMNS == 64)
         blocks = columns // COLUMNS
-        block_scale = tl.load(scales_ptr + start // COLUMNS + row[:, None] * blocks + tl.program_id(0), mask=is_row, other=0.0)
+        block_scale = tl.load(scales_ptr + start // COLUMNS + row * blocks + tl.program_id(0), mask=is_row, other=0.0)[:, None]
         if FOUR_BITS:
             byte = tl.program_id(0) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
-            pair = tl.load(codes_ptr + start // 2 + row[:, None] * (columns // 2) + byte[None, :], mask=is_row, other=0)
+            pair_place = codes_ptr + start // 2 + row[:, None] * (columns // 2) + byte[None, :]
+            pair = tl.load(pair_place, mask=is_row[:, None], other=0)
             level = tl.interleave(tl.load(levels_ptr + (pair >> 4)), tl.load(levels_ptr + (pair & 15)))
         else:
             level = tl.load(codes_ptr + start + at, mask=inside, other=0).to(tl.float32)
@@ -177,6 +184,6 @@ def _dequantise_merge(
             level = tl.load(codes_ptr + place, mask=inside, other=0).to(tl.float32)
     weight = _nearest(level * block_scale, dtype)
     if MERGE:
-        update = _update(a_ptr, b_ptr, rank, first_row, row, column, rows, columns, ROWS, COLUMNS)
+        update = _update(a_ptr, b_ptr, rank, first_row, row, column, rows, columns, out_ptr + start + at)
         weight = _merged(weight, update, scale, first_row + row, column, dtype)
     _store(out_ptr + start + at, weight, inside)
