@@ -17,6 +17,8 @@ On a GPU fused layers compute with W'; on a CPU transformers' layers do, module 
 
 Of a quantised base (models/quantised.py) neither W nor W' is kept: W' is made of the quantised W, A and B for every product, in
 memory that all matrices share, by the same operations in the trainer and in the sampler.
+
+On a GPU a kernel makes W', in one pass over the weights (models/kernels/merging.py); elsewhere torch does.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +33,7 @@ from transformers import PreTrainedModel
 
 from plaudit.models.gradient_sums import add_product, sum_of_product
 from plaudit.models.products import fuse_parameters, product, summed_product
-from plaudit.models.quantised import ELEMENTS_AT_ONCE, FrozenProduct, QuantisedLinear
+from plaudit.models.quantised import ELEMENTS_AT_ONCE, FrozenProduct, QuantisedLinear, kernels_for, nf4_levels
 
 PLAIN_LINEARS = (nn.Linear, QuantisedLinear)
 
@@ -156,6 +158,7 @@ class QuantisedProduct(MergedProduct):
 
     def __init__(self, modules: Sequence[nn.Module]):
         super().__init__(modules)
+        self._adapter_of: list[Adapter | None] = [module.merged_with[1] for module in modules]  # pyright: ignore
         self._scratch = self.base_layers[0].scratch
         self._scratch.reserve(self.shape[0] * self.shape[1])
 
@@ -164,21 +167,22 @@ class QuantisedProduct(MergedProduct):
         like = self.base_layers[0]
         return self._scratch.matrix(*self.shape, like.dtype, like.codes.device)
 
-    @torch.no_grad()
     def weight_of(self, only: Adapter | None) -> Tensor:
         if only is None:
-            weight_OI = self._dequantised()
-            for adapter in self.adapters:
-                merge_into(weight_OI[adapter.rows], weight_OI[adapter.rows], adapter.a_RI, adapter.b_OR, adapter.scale)
-            return weight_OI
-        weight_OI = only.module.base_layer.in_scratch()
-        merge_into(weight_OI, weight_OI, only.a_RI, only.b_OR, only.scale)
+            return self._made(self._adapter_of)
+        base: QuantisedLinear = only.module.base_layer
+        weight_OI = base.memory_OI()
+        dequantise_merged_into(weight_OI, base, only)
         return weight_OI
 
-    def _dequantised(self) -> Tensor:
-        weight_OI = self.memory_OI()
-        for base, rows in zip(self.base_layers, weight_OI.split([base.out_features for base in self.base_layers]), strict=True):
-            base.dequantise_into(rows)
+    def _without_adapters(self) -> Tensor:
+        return self._made([None] * len(self.base_layers))
+
+    def _made(self, adapters: Sequence[Adapter | None]) -> Tensor:
+        weight_OI, at = self.memory_OI(), 0
+        for base, adapter in zip(self.base_layers, adapters, strict=True):
+            dequantise_merged_into(weight_OI[at : at + base.out_features], base, adapter)
+            at += base.out_features
         return weight_OI
 
     def _update(self) -> None:
@@ -187,7 +191,7 @@ class QuantisedProduct(MergedProduct):
     def __call__(self, x_TI: Tensor, only: Adapter | None = None) -> Tensor:
         if self.adapters and not self.disabled:
             return super().__call__(x_TI, only)
-        return FrozenProduct.apply(x_TI, self._dequantised, self.bias_O, len(self.base_layers) == 1)  # pyright: ignore
+        return FrozenProduct.apply(x_TI, self._without_adapters, self.bias_O, len(self.base_layers) == 1)  # pyright: ignore
 
 
 class Factors(NamedTuple):
@@ -265,13 +269,31 @@ def _precise(*tensors: Tensor) -> list[Tensor]:
 # Merging -------------------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def merge_into(out_OI: Tensor, base_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
     """out = base + scale · B A, rounded with the noise of each element's place. `out` may be the base itself."""
+    kernels = kernels_for(out_OI.device)
+    if kernels is not None:
+        kernels.merge(out_OI, base_OI, a_RI, b_OR, scale)
+        return
     rows = max(1, ELEMENTS_AT_ONCE.get(base_OI.device.type, 1 << 22) // base_OI.shape[1])
     for at in range(0, len(base_OI), rows):
         some = slice(at, at + rows)
         exact = torch.addmm(base_OI[some].float(), b_OR[some].float(), a_RI.float(), alpha=scale)
         out_OI[some].copy_(_rounded(exact, at, out_OI.dtype) if out_OI.element_size() == 2 else exact)
+
+
+@torch.no_grad()
+def dequantise_merged_into(out_OI: Tensor, base: QuantisedLinear, adapter: Adapter | None) -> None:
+    """The dequantised base, with the adapter merged into it if there is one."""
+    kernels = kernels_for(out_OI.device)
+    if adapter is not None and kernels is not None:
+        levels = nf4_levels(out_OI.device)
+        kernels.dequantise_merged(out_OI, base.codes, base.scales, levels, adapter.a_RI, adapter.b_OR, adapter.scale)
+        return
+    base.dequantise_into(out_OI)
+    if adapter is not None:
+        merge_into(out_OI, out_OI, adapter.a_RI, adapter.b_OR, adapter.scale)
 
 
 def _rounded(exact_OI: Tensor, first_row: int, dtype: torch.dtype) -> Tensor:

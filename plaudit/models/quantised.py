@@ -6,7 +6,8 @@ A matrix is divided into blocks of 64 elements, in the order in which they lie i
     4 bits    w ≈ level[c] · s    c: the nearest of NF4's 16 levels       s = max |w|
 
 so a weight takes 1.0625 or 0.5625 bytes. A product is computed with the dequantised matrix, in the model's dtype: it is made in
-scratch memory, which all matrices of a model share, and not kept, so a backward pass makes it again.
+scratch memory, which all matrices of a model share, and not kept, so a backward pass makes it again. On a GPU one kernel makes it,
+with its adapter's update (models/kernels/merging.py), elsewhere torch does.
 
 These few lines rather than a library: bitsandbytes, with which they agree bit for bit, is compiled for each platform.
 """
@@ -26,8 +27,8 @@ Bits = Literal[4, 8]
 BLOCK = 64
 BYTES_PER_WEIGHT = {8: 1 + 4 / BLOCK, 4: 0.5 + 4 / BLOCK}
 ELEMENTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 22}
-"""Elements that are merged or dequantised at once, to bound the memory for fp32 copies; on a CPU about as many as fit in its
-caches."""
+"""Elements that torch merges, quantises or dequantises at once, to bound the memory for fp32 copies; on a CPU about as many as fit
+in its caches."""
 # Quantiles of a normal distribution, scaled to −1 … 1, with an exact 0; as published with QLoRA, and as bitsandbytes has them.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -61,15 +62,35 @@ def _packed(scaled: Tensor) -> Tensor:
     return nearest[:, 0::2] << 4 | nearest[:, 1::2]
 
 
+def kernels_for(device: torch.device) -> Any | None:
+    """Kernels that dequantise and merge; None where torch does."""
+    if device.type == "cuda":
+        from plaudit.models import kernels
+
+        return kernels
+    return None
+
+
 @torch.no_grad()
 def dequantise_into(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     """`out`: contiguous, of the matrix's shape."""
+    kernels = kernels_for(out.device)
+    if kernels is not None:
+        kernels.dequantise(out, codes, scales, nf4_levels(out.device))
+        return
     flat = out.view(-1)
     for some in _chunks(len(codes), out.device):
         part = codes[some]
         exact = part.float() if part.dtype == torch.int8 else embedding(part.int(), _pairs(out.device)).flatten(1)
         there = flat[some.start * BLOCK : some.stop * BLOCK]
         there.copy_(exact.mul_(scales[some, None]).view(-1)[: len(there)])
+
+
+@cache
+def nf4_levels(device: torch.device) -> Tensor:
+    """Kept, as a CUDA graph cannot copy them to the device."""
+    with torch.inference_mode(False):
+        return torch.tensor(NF4, device=device)
 
 
 @cache
@@ -129,8 +150,12 @@ class QuantisedLinear(nn.Linear):
     def dequantise_into(self, out_OI: Tensor) -> None:
         dequantise_into(out_OI, self.codes, self.scales)
 
+    def memory_OI(self) -> Tensor:
+        """Where the matrix will be."""
+        return self.scratch.matrix(self.out_features, self.in_features, self.dtype, self.codes.device)
+
     def in_scratch(self) -> Tensor:
-        out_OI = self.scratch.matrix(self.out_features, self.in_features, self.dtype, self.codes.device)
+        out_OI = self.memory_OI()
         self.dequantise_into(out_OI)
         return out_OI
 

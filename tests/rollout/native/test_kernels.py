@@ -11,7 +11,6 @@ import math
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 
 import numpy as np
@@ -28,39 +27,7 @@ from plaudit.rollout.native import sampler, torch_ops
 from plaudit.rollout.native.batch import AT_LIMIT, ENDED, IDLE, KEY, LIMIT, POSITION, RUNNING, TOKEN, WRITTEN, device_sampling
 from plaudit.rollout.native.cache import CacheShape, KVCache
 from plaudit.rollout.native.noise import gumbel, position_keys
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-KERNELS, SHARED = "plaudit.rollout.native.kernels", "plaudit.models.kernels"
-_ours: dict[str, ModuleType] = {}
-
-
-def _swapped(name: str) -> bool:
-    """Triton and the kernels it decorates. Its C extension can be loaded only once and is shared."""
-    return (name.split(".")[0] == "triton" and not name.startswith("triton._C")) or name.startswith((KERNELS, SHARED))
-
-
-@contextmanager
-def interpreter() -> Iterator[None]:
-    """Triton interprets kernels only if TRITON_INTERPRET is set before its first import. Other tests may have imported it already,
-    and child processes must not inherit the variable, so this module's tests get a separate copy of Triton."""
-    if DEVICE.type == "cuda":
-        yield
-        return
-    packages = [importlib.import_module(name.rpartition(".")[0]) for name in (KERNELS, SHARED)]
-    theirs = {name: sys.modules.pop(name) for name in list(sys.modules) if _swapped(name)}
-    sys.modules.update(_ours)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            yield
-    finally:
-        _ours.update({name: sys.modules.pop(name) for name in list(sys.modules) if _swapped(name)})
-        sys.modules.update(theirs)
-        for package, name in zip(packages, (KERNELS, SHARED), strict=True):
-            vars(package).pop("kernels", None)
-            if name in theirs:
-                vars(package)["kernels"] = theirs[name]
-
+from support.interpreter import DEVICE, KERNELS, SHARED, interpreter, is_swapped
 
 with interpreter():
     triton = pytest.importorskip("triton", reason="kernels need Triton; the dev extra installs it on machines without a GPU")
@@ -105,7 +72,7 @@ def test_the_interpreter_is_visible_to_these_tests_only(monkeypatch):
         pytest.skip("compiled here")
     assert type(kernels.attention._attend).__name__ == type(tl.sum).__name__ == "InterpretedFunction"
     others = ModuleType("triton")
-    before = {name: module for name, module in sys.modules.items() if _swapped(name)}
+    before = {name: module for name, module in sys.modules.items() if is_swapped(name)}
     for name in before:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delenv("TRITON_INTERPRET")
