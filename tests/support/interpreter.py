@@ -15,7 +15,7 @@ _ours: dict[str, ModuleType] = {}
 
 
 def is_swapped(name: str) -> bool:
-    """Whether a module has a copy of its own: Triton and the kernels it decorates. Its C extension can be loaded only once and is shared."""
+    """Triton and the kernels it decorates. Its C extension can be loaded only once and is shared."""
     return (name.split(".")[0] == "triton" and not name.startswith("triton._C")) or name.startswith((KERNELS, SHARED))
 
 

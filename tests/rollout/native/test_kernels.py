@@ -1022,11 +1022,14 @@ def test_merged_adapters(tiny_models, monkeypatch, kind, targets, bits):
     from plaudit.data.pack import pack
     from plaudit.models.attention import packed_states
     from plaudit.models.lora import attach_lora, iter_merged_weights
+    from plaudit.models import merged, quantised
     from plaudit.models.merged import has_merged
     from plaudit.models.trainable import load_model
     from plaudit.recipe import LoraSettings, ModelSettings
     from plaudit.types import Example
 
+    for module in (merged, quantised):
+        monkeypatch.setattr(module, "kernels_for", lambda device: shared)
     lora = LoraSettings(rank=3, alpha=5.0, targets=targets, base_bits=bits)
     recipe = ModelSettings(path=str(tiny_models[kind]), dtype="float32", lora=lora)
     theirs, ours = (load_model(recipe, DEVICE) for _ in range(2))
@@ -1065,9 +1068,9 @@ def test_merged_adapters(tiny_models, monkeypatch, kind, targets, bits):
             plain.append(states(model))
     torch.testing.assert_close(plain[1], plain[0], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(plain[1], ours.found, atol=1e-3)
-    merged = dict(iter_merged_weights(ours))
+    found = dict(iter_merged_weights(ours))
     for name, expected in iter_merged_weights(theirs):
-        torch.testing.assert_close(merged[name], expected, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: n + m)
 
 
 @pytest.mark.slow

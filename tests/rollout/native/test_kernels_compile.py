@@ -18,7 +18,7 @@ import json, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from plaudit.models.kernels import attention as packed, layers as shared, vocabulary
+from plaudit.models.kernels import attention as packed, layers as shared, merging, vocabulary
 from plaudit.models.kernels.compile_options import NO_FP_FUSION
 from plaudit.rollout.native.kernels import attention, draw, layers
 
@@ -26,7 +26,8 @@ WIDE = {"query_stride", "query_head_stride", "tables_stride", "block_stride", "l
         "logits_stride", "part_tokens", "key_stride", "key_head_stride", "value_stride", "value_head_stride"}
 TYPES = {"base_ptr": "i64", "rows_ptr": "i64", "positions_ptr": "i64", "tables_ptr": "i32", "tokens_ptr": "i32", "ends_ptr": "i64",
          "results_ptr": "i32", "numbers_ptr": "fp32", "floor_ptr": "fp32", "logits_ptr": "fp32", "sums_ptr": "fp32",
-         "starts_q_ptr": "i32", "starts_k_ptr": "i32", "logsum_ptr": "fp32", "copies_ptr": "i32", "starts_ptr": "i32"}
+         "starts_q_ptr": "i32", "starts_k_ptr": "i32", "logsum_ptr": "fp32", "copies_ptr": "i32", "starts_ptr": "i32",
+         "a_ptr": "fp32", "b_ptr": "fp32", "scales_ptr": "fp32", "levels_ptr": "fp32"}
 FLOATS = {"eps", "scale", "temperature"}
 
 
@@ -38,16 +39,17 @@ def type_of(name, dtype, types):
     return "*" + TYPES.get(name, dtype) if name.endswith("_ptr") else "i32"
 
 
-def compiled(kernel, dtype, capability, constants, options, **types):
+def compiled(kernel, dtype, capability, constants, options, also_wide=frozenset(), **types):
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else type_of(name, dtype, types) for name in names}
-    wide = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*" or name in WIDE}
+    wide = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*" or name in WIDE | also_wide}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, wide)
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     found.append({
         "kernel": kernel.fn.__module__.split(".")[1] + kernel.fn.__name__, "dtype": dtype, "capability": capability,
         "constants": constants,
         "cubin": len(built.asm["cubin"]), "shared": built.metadata.shared,
+        "stored": sorted(set(re.findall(r"st[.]global[.](\\S+)", built.asm["ptx"]))),
         "order": [line[0] for line in re.findall(r"(st[.]global|bar[.]sync|cp[.]async[.]c[ag])()", built.asm["ptx"])],
         "copies": sorted(set(re.findall(r"cp[.]async[.]c[ag][.]shared[.]global[^;]*?, (0x[0-9a-f]+)[,;]", built.asm["ptx"]))),
     })
@@ -86,6 +88,14 @@ for capability in (80, 90):
     for tempered, at_once, floor in ((False, False, False), (True, True, True)):
         read = row | {"TEMPERED": tempered, "AT_ONCE": at_once, "FLOOR": floor}
         compiled(draw._read, "fp32", capability, read, {"num_warps": 8} | NO_FP_FUSION)
+    for dtype, aligned in (("bf16", True), ("bf16", False), ("fp32", True)):
+        tile = {"ROWS": merging.ROWS if aligned else merging.FEW_ROWS, "COLUMNS": merging.COLUMNS}
+        tuned, wide = {"num_warps": merging.WARPS} | NO_FP_FUSION, {"columns"} if aligned else set()
+        compiled(merging._merge, dtype, capability, tile, tuned, wide)
+        for four, merge in ((True, True), (False, True), (True, False)):
+            kind = {"FOUR_BITS": four, "MERGE": merge, "ALIGNED": aligned}
+            codes = "*u8" if four else "*i8"
+            compiled(merging._dequantise_merge, dtype, capability, tile | kind, tuned, wide, codes_ptr=codes)
     tile, warps, tokens = {"TILE": 4096}, {"num_warps": vocabulary.WARPS}, {"tokens_ptr": "*i64"}
     for tempered in (False, True):
         compiled(vocabulary._sum_tiles, "fp32", capability, tile | {"TEMPERED": tempered}, warps | NO_FP_FUSION)
@@ -117,6 +127,7 @@ def test_all_kernels_compile(found):
     assert {entry["kernel"] for entry in found} == {
         "models_attend", "models_add_norm", "models_norm_backward", "models_swiglu", "models_swiglu_backward", "models_join_parts",
         "models_rotate", "models_norm_heads", "models_sum_copies", "models_sum_tiles", "models_settle", "models_gradients",
+        "models_merge", "models_dequantise_merge",
         "rollout_attend", "rollout_combine", "rollout_write", "rollout_read", "rollout_accept", "rollout_settle",
     }  # fmt: skip
     assert all(entry["cubin"] > 1000 for entry in found)
@@ -144,3 +155,12 @@ def test_the_cache_is_read_in_copies_of_16_bytes(found):
     for entry in found:
         if entry["kernel"] == "rollout_attend":
             assert "0x10" in entry["copies"], entry
+
+
+def test_weights_are_merged_in_copies_of_16_bytes_by_independent_threads(found):
+    """Else each of the ranks takes a barrier, or as many loads as multiplications."""
+    merging = [entry for entry in found if entry["kernel"] == "models_merge" and entry["constants"]["ROWS"] == 128]
+    assert len(merging) == 4
+    for entry in merging:
+        assert entry["stored"] == ["v4.b32"], entry
+        assert "bar.sync" not in entry["order"], entry
