@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels without a GPU: for the tests of kernels alone. With a GPU the same tests run compiled."""
+"""Triton's interpreter, in which tests run kernels without a GPU. With a GPU the same tests run them compiled."""
 
 import importlib
 import sys

@@ -73,11 +73,11 @@ def _factors(out_OI: Tensor, a_RI: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor
 
 @triton.jit
 def _update(a_ptr, b_ptr, rank, first_row, row, column, rows, columns, place):
-    """B A of the tile at `place`. Nothing is loaded from there: these zeros are divided among threads as the tile is when it is
-    stored, and others so that a thread has a single column, which takes as many loads as multiplications."""
+    """B A of the tile at `place`. No number is loaded from there, but the compiler divides these zeros among threads like the tile
+    when it is stored. It would give each thread one column of others, whose sums take as many loads as multiplications."""
     total = tl.load(place, mask=rank < 0, other=0.0).to(tl.float32)
     b_place = b_ptr + first_row.to(tl.int64) * rank + row * rank
-    for k in tl.range(0, rank):
+    for k in tl.range(0, rank):  # pyright: ignore[reportGeneralTypeIssues]
         a = tl.load(a_ptr + k * columns + column, mask=column < columns, other=0.0)
         b = tl.load(b_place + k, mask=row < rows - first_row, other=0.0)
         total = tl.fma(tl.broadcast_to(b[:, None], total.shape), tl.broadcast_to(a[None, :], total.shape), total)
@@ -98,7 +98,7 @@ def _upper_half(x, added):
     """The upper half of x's bits, as fp32, after something was added to all of them. NaN stays one: on a GPU it has all bits set,
     and would overflow."""
     bits = (x.to(tl.int32, bitcast=True) + added) & -0x10000
-    return tl.where(x == x, bits, 0x7FC00000).to(tl.float32, bitcast=True)  # noqa: PLR0124
+    return tl.where(x == x, bits, 0x7FC00000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -1020,9 +1020,9 @@ def test_merged_adapters(tiny_models, monkeypatch, kind, targets, bits):
     """Hidden states and the adapters' gradients are peft's; without adapters the states are the base model's; after a change of an
     adapter, all of it again."""
     from plaudit.data.pack import pack
+    from plaudit.models import merged, quantised
     from plaudit.models.attention import packed_states
     from plaudit.models.lora import attach_lora, iter_merged_weights
-    from plaudit.models import merged, quantised
     from plaudit.models.merged import has_merged
     from plaudit.models.trainable import load_model
     from plaudit.recipe import LoraSettings, ModelSettings

@@ -42,7 +42,8 @@ def type_of(name, dtype, types):
 def compiled(kernel, dtype, capability, constants, options, also_wide=frozenset(), **types):
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else type_of(name, dtype, types) for name in names}
-    wide = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*" or name in WIDE | also_wide}
+    wide_names = WIDE | also_wide | {name for name in names if signature[name][0] == "*"}
+    wide = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in wide_names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, wide)
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     found.append({
