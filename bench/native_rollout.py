@@ -340,7 +340,11 @@ def cycles(job: dict, work: Work, report, section: str = "cycles") -> None:
             "data": {"train": "none"},
             "rollout": {"n": work.cycle_n, "max_new_tokens": work.cycle_new_tokens},
             "rewards": [{"kind": "exact"}],
-            "train": {"prompts_per_step": work.cycle_prompts, "tokens_per_micro_batch": work.tokens_per_micro_batch},
+            "train": {
+                "prompts_per_step": work.cycle_prompts,
+                "tokens_per_micro_batch": work.tokens_per_micro_batch,
+                "keep_logits": False,
+            },
             "run": {"dir": "none"},
         }
     )

@@ -429,7 +429,7 @@ def first_gradients(
             },
             "rewards": [{"kind": "exact"}],
             "algorithm": case.ours,
-            "train": {"prompts_per_step": NUM_PROMPTS, "tokens_per_micro_batch": 150},
+            "train": {"prompts_per_step": NUM_PROMPTS, "tokens_per_micro_batch": 150, "keep_logits": False},
             "run": {"dir": "run"},
         }
     )

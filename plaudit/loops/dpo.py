@@ -58,10 +58,10 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             pairs = _pairs("train", sources["train"], template, recipe)
             validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
-        resolved, sharding, micro_batch = plan_training(recipe, pairs.lengths, world, run.micro_batch)
+        recipe, sharding, micro_batch = plan_training(recipe, pairs.lengths, world, run.micro_batch)
         run.sharding, run.micro_batch = sharding, micro_batch
-        policy = divide(load_policy(resolved.model, template, device, seed=recipe.seed), sharding, world)
-        known = with_reference([*pairs, *validation], resolved, policy, run.folder, world)  # while the policy is untrained
+        policy = divide(load_policy(recipe.model, template, device, seed=recipe.seed), sharding, world)
+        known = with_reference([*pairs, *validation], recipe, policy, run.folder, world)  # while the policy is untrained
         pairs, validation = known[: len(pairs)], known[len(pairs) :]
         trainer = build_trainer(recipe, policy, sharding, world)
 
@@ -69,7 +69,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             batches = pair_micro_batches(pairs, micro_batch, device, world.size, share=recipe.train.share_prompts)
             return batches, dpo_loss(policy.model, pairs, recipe.loss)
 
-        check = partial(validate, policy, validation, resolved, world) if validation else None
+        check = partial(validate, policy, validation, recipe, world) if validation else None
         return train_in_passes("dpo", run, trainer, pairs, per_step=recipe.train.pairs_per_step, update=update, validate=check)
 
 

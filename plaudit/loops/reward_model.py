@@ -53,9 +53,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             pairs = _pairs("train", sources["train"], template, recipe)
             validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
-        resolved, sharding, micro_batch = plan_training(recipe, pairs.lengths, world, run.micro_batch)
+        recipe, sharding, micro_batch = plan_training(recipe, pairs.lengths, world, run.micro_batch)
         run.sharding, run.micro_batch = sharding, micro_batch
-        classifier = divide(load_classifier(resolved.model, template, device, seed=recipe.seed), sharding, world)
+        classifier = divide(load_classifier(recipe.model, template, device, seed=recipe.seed), sharding, world)
         sides = (side for pair in chain(pairs, validation) for side in (pair.chosen, pair.rejected))
         set_pad_token(classifier, (int(side.tokens[-1]) for side in sides))
         trainer = build_trainer(recipe, classifier, sharding, world)
@@ -64,7 +64,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             batches = pair_micro_batches(pairs, micro_batch, device, world.size, share=recipe.train.share_prompts)
             return batches, reward_model_loss(classifier.model, pairs, recipe.loss)
 
-        check = partial(validate, classifier, validation, resolved, world) if validation else None
+        check = partial(validate, classifier, validation, recipe, world) if validation else None
         return train_in_passes(
             "reward-model", run, trainer, pairs, per_step=recipe.train.pairs_per_step, update=update, validate=check
         )

@@ -106,9 +106,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             if note is not None:
                 print_line(note, "yellow")
         lengths = [len(prompt.tokens) for prompt in prompts]
-        resolved, sharding, run.micro_batch = plan_training(recipe, lengths, world, run.micro_batch)
+        recipe, sharding, run.micro_batch = plan_training(recipe, lengths, world, run.micro_batch)
         run.sharding = sharding
-        learner = Learner.build(resolved, template, total_steps=total_steps, world=world, sharding=sharding)
+        learner = Learner.build(recipe, template, total_steps=total_steps, world=world, sharding=sharding)
         for name, config in learner.configs.items():
             require_context(config, prompts, recipe.rollout.max_new_tokens, name)
         setting = "rollout.max_new_tokens" if recipe.validation.max_new_tokens is None else "validation.max_new_tokens"

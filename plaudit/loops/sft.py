@@ -55,9 +55,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             examples = _examples("train", sources["train"], template, recipe).examples
             validation = _examples("val", sources["val"], template, recipe).examples if sources["val"] else []
 
-        resolved, sharding, micro_batch = plan_training(recipe, examples.lengths, world, run.micro_batch)
+        recipe, sharding, micro_batch = plan_training(recipe, examples.lengths, world, run.micro_batch)
         run.sharding, run.micro_batch = sharding, micro_batch
-        policy = divide(load_policy(resolved.model, template, device, seed=recipe.seed), sharding, world)
+        policy = divide(load_policy(recipe.model, template, device, seed=recipe.seed), sharding, world)
         _note_thoughts(policy, examples, recipe.model.path)
         trainer = build_trainer(recipe, policy, sharding, world)
 
@@ -69,7 +69,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
 
             return micro_batches(rows, micro_batch, device, world.size), loss
 
-        check = partial(validate, policy, validation, resolved, world) if validation else None
+        check = partial(validate, policy, validation, recipe, world) if validation else None
         return train_in_passes("sft", run, trainer, examples, per_step=recipe.train.rows_per_step, update=update, validate=check)
 
 

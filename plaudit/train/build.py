@@ -10,7 +10,7 @@ from plaudit.models.logprobs import KEEPS_LOGITS
 from plaudit.models.memory import Sharding
 from plaudit.models.sharded import shard_model
 from plaudit.models.trainable import TrainableModel
-from plaudit.recipe import TrainingRecipe
+from plaudit.recipe import RewardModelRecipe, TrainingRecipe
 from plaudit.train.auto import agreed_micro_batch, agreed_sharding, resolve_auto
 from plaudit.train.memory_plan import Lengths, Trained
 from plaudit.train.processes import Processes
@@ -41,7 +41,10 @@ def divide(trained: Model, sharding: Sharding, world: World) -> Model:
 
 
 def build_trainer(recipe: TrainingRecipe, trained: TrainableModel, sharding: Sharding, world: World) -> Trainer:
-    setattr(trained.model, KEEPS_LOGITS, recipe.train.keep_logits is True)
+    """`recipe`: as returned by `plan_training`."""
+    if not isinstance(recipe, RewardModelRecipe):  # whose model has no logits
+        assert isinstance(recipe.train.keep_logits, bool), "train.keep_logits has not been resolved"
+        setattr(trained.model, KEEPS_LOGITS, recipe.train.keep_logits)
     return Trainer(
         trained, recipe.optim, seed=recipe.seed, max_skipped_steps=recipe.train.max_skipped_steps, world=world, sharding=sharding
     )
