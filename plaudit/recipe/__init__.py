@@ -8,6 +8,7 @@ from plaudit.recipe.audit import AuditSettings
 from plaudit.recipe.preference import (
     DPOLossSettings,
     DPORecipe,
+    DPOTrainSettings,
     PairDataSettings,
     PairTrainSettings,
     RewardModelDataSettings,
@@ -44,8 +45,8 @@ from plaudit.recipe.training import (
 
 __all__ = [
     "STAGES", "AlgorithmSettings", "AuditSettings", "ClusterSettings", "CriticSettings", "DPOLossSettings", "DPORecipe",
-    "DynamicSamplingSettings", "ImportanceSettings", "KLRewardSettings", "LoraSettings", "ModelSettings", "OptimSettings",
-    "PairDataSettings", "PairTrainSettings", "PreferenceRecipe", "RLDataSettings", "RLOptimSettings", "RLRecipe",
+    "DPOTrainSettings", "DynamicSamplingSettings", "ImportanceSettings", "KLRewardSettings", "LoraSettings", "ModelSettings",
+    "OptimSettings", "PairDataSettings", "PairTrainSettings", "PreferenceRecipe", "RLDataSettings", "RLOptimSettings", "RLRecipe",
     "RLReferenceSettings", "RLRunSettings", "RLTrainSettings", "Recipe", "ReferenceSettings", "RewardModelDataSettings",
     "RewardModelLossSettings", "RewardModelRecipe", "RewardSettings", "RewardedRecipe", "RolloutSettings", "RunSettings",
     "SFTDataSettings", "SFTRecipe", "SFTTrainSettings", "SampleSettings", "ScoreRecipe", "Section", "TrainingRecipe",

@@ -56,11 +56,14 @@ class PairTrainSettings(Section):
     share_prompts: bool = True
     """Compute the tokens with which both answers of a pair begin once, instead of twice. The same scores and gradients (up to the
     order of sums) in less time; off, for comparison."""
+    max_skipped_steps: NonNegativeInt = 10
+    """Steps with a non-finite loss or gradient are skipped; more of them than this stop the run."""
+
+
+class DPOTrainSettings(PairTrainSettings):
     keep_logits: bool | Literal["auto"] = "auto"
     """Keep a micro-batch's logits for the backward pass instead of computing them twice: 4 bytes × vocabulary for each token that
     is trained on, to save a product. The same bits either way. auto: on a GPU, if there is memory for them."""
-    max_skipped_steps: NonNegativeInt = 10
-    """Steps with a non-finite loss or gradient are skipped; more of them than this stop the run."""
 
 
 class DPOLossSettings(Section):
@@ -97,7 +100,7 @@ class DPORecipe(Section):
     """Training and validation data."""
     loss: DPOLossSettings = DPOLossSettings()
     """The preference loss."""
-    train: PairTrainSettings = PairTrainSettings()
+    train: DPOTrainSettings = DPOTrainSettings()
     """Batch sizes."""
     optim: OptimSettings = OptimSettings(lr=1e-6)
     """Optimiser and learning-rate schedule."""

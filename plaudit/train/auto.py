@@ -272,8 +272,8 @@ def _checkpointing(recipe: Trained, section: str, layers: int | str) -> Trained:
 
 def resolve_kept_logits(recipe: Trained, lengths: Lengths, report: Report, processes: Processes) -> Trained:
     """On a GPU they are kept if that fits: last of all, since smaller micro-batches or recomputed layers would cost more than they
-    save. Not while the next step is sampled (`rollout.lag`), nor by a model that has none."""
-    if recipe.train.keep_logits != "auto":
+    save. Not while the next step is sampled (`rollout.lag`). A reward model has none."""
+    if isinstance(recipe, RewardModelRecipe) or recipe.train.keep_logits != "auto":
         return recipe
 
     def decided(keep: bool) -> Trained:
@@ -281,7 +281,7 @@ def resolve_kept_logits(recipe: Trained, lengths: Lengths, report: Report, proce
 
     device, kept = processes.device(recipe.run.device).type, decided(True)
     lags = isinstance(recipe, RLRecipe) and bool(recipe.rollout.lag)
-    if device == "cuda" and not lags and not isinstance(recipe, RewardModelRecipe):
+    if device == "cuda" and not lags:
         with suppress(Exception):  # as above
             available, needed = processes.available(device, device), _training(kept, lengths, processes)
             if math.isfinite(available) and needed <= SAFE_SHARE * (available - _unplanned(recipe, available, processes)):

@@ -87,7 +87,7 @@ def plan_policy(recipe: TrainingRecipe, lengths: Lengths = None, processes: Proc
         recipe.model,
         processes.device(recipe.run.device),
         **update_size(recipe, lengths)._asdict(),
-        keep_logits=recipe.train.keep_logits is True,
+        keep_logits=not isinstance(recipe, RewardModelRecipe) and recipe.train.keep_logits is True,
         scalar=isinstance(recipe, RewardModelRecipe),
         offload=recipe.optim.placement == "offload",
         processes=processes.size,

@@ -129,3 +129,8 @@ def test_a_trainer_is_not_built_from_an_unresolved_recipe(recipe_of):
     loaded, _ = load_checked(recipe_of("sft"), [], "sft")
     with pytest.raises(AssertionError, match=r"train\.keep_logits has not been resolved"):
         build.build_trainer(loaded.recipe, None, "none", World.alone())  # pyright: ignore
+
+
+def test_a_reward_model_has_no_logits_to_keep(recipe_of):
+    with pytest.raises(RecipeError, match=r"train\.keep_logits is not a setting"):
+        load_checked(recipe_of("reward-model"), ["train.keep_logits=true"], "reward-model")
