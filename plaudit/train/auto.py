@@ -43,8 +43,8 @@ adds to all gradients, 12 bytes per parameter against 6 × 4,096 operations, whi
 passes are too short to keep it busy."""
 MICRO_BATCHES = [LARGEST_MICRO_BATCH >> halved for halved in range(5)]
 ROOMY_SHARE = 0.75
-"""Share of a GPU's memory that larger micro-batches than usual may fill. Torch reserves up to 1/0.84 of what was planned
-(bench/README.md), and so stays within SAFE_SHARE."""
+"""Share of a GPU's memory that may be filled for speed alone, with larger micro-batches than usual or with kept logits. Torch
+reserves up to 1/0.84 of what was planned (bench/README.md), and so stays within SAFE_SHARE."""
 MOST_ELEMENTS = 2**31 - 1
 """Of a tensor: libraries compute offsets in 32 bits here and there."""
 
@@ -271,8 +271,8 @@ def _checkpointing(recipe: Trained, section: str, layers: int | str) -> Trained:
 
 
 def resolve_kept_logits(recipe: Trained, lengths: Lengths, report: Report, processes: Processes) -> Trained:
-    """On a GPU they are kept if that fits: last of all, since smaller micro-batches or recomputed layers would cost more than they
-    save. Not while the next step is sampled (`rollout.lag`). A reward model has none."""
+    """On a GPU they are kept if that fits with room to spare: last of all, since smaller micro-batches or recomputed layers would
+    cost more than they save. Not while the next step is sampled (`rollout.lag`). A reward model has none."""
     if isinstance(recipe, RewardModelRecipe) or recipe.train.keep_logits != "auto":
         return recipe
 
@@ -284,7 +284,7 @@ def resolve_kept_logits(recipe: Trained, lengths: Lengths, report: Report, proce
     if device == "cuda" and not lags:
         with suppress(Exception):  # as above
             available, needed = processes.available(device, device), _training(kept, lengths, processes)
-            if math.isfinite(available) and needed <= SAFE_SHARE * (available - _unplanned(recipe, available, processes)):
+            if math.isfinite(available) and needed <= ROOMY_SHARE * (available - _unplanned(recipe, available, processes)):
                 report(f"train.keep_logits: true, with which training takes about {gigabytes(needed)} of {gigabytes(available)}")
                 return kept
     return decided(False)
