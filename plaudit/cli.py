@@ -17,7 +17,7 @@ from plaudit.convert.cli import convert
 from plaudit.doctor.engine_command import engine_command
 from plaudit.errors import PlauditError, nearest_path
 from plaudit.evaluation.cli import evaluate
-from plaudit.heavy_imports import heavy_imports
+from plaudit.heavy_imports import heavy_imports, set_own_process
 from plaudit.host import raise_open_file_limit, require_supported_system
 from plaudit.inputs import load_checked, require_causal_model, require_model, require_servers
 from plaudit.loops.cli import sample
@@ -382,6 +382,7 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 def main() -> None:
     """Run the command; user errors are one line on stderr, others keep their traceback (secrets redacted)."""
     sys.excepthook = _show_traceback
+    set_own_process()
     try:
         require_supported_system()
         raise_open_file_limit()

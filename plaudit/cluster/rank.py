@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from plaudit.cluster.ranks import RankInfo, WorkerInfo
 from plaudit.cluster.status import RankFailure, StatusPipe
-from plaudit.heavy_imports import heavy_imports
+from plaudit.heavy_imports import heavy_imports, set_own_process
 from plaudit.recipe import TrainingRecipe
 from plaudit.types import RewardWorkers
 
@@ -71,6 +71,7 @@ class Lifeline:
 
 
 def main(work: "RankMain | None" = None) -> None:
+    set_own_process()
     # Nothing else that runs here may read what is meant for us, or keep it open.
     lifeline_pipe = os.fdopen(os.dup(0), "rb", buffering=0)
     null = os.open(os.devnull, os.O_RDONLY)
