@@ -44,13 +44,13 @@ from plaudit.explain import to_yaml
 from plaudit.files import atomic_folder, remove_leftovers, try_lock, write_atomic
 from plaudit.metrics_files import MetricsFiles
 from plaudit.output_folder import other_entries, require_run_folder
-from plaudit.recipe import ScoreRecipe
+from plaudit.recipe import ScoreRecipe, TrainingRecipe
 from plaudit.recipe_file import COMMAND_LINE
 from plaudit.redaction import redact
 from plaudit.report import curves
 from plaudit.report.progress import print_line
 from plaudit.report.samples import Trained, samples_to_follow
-from plaudit.run_identity import MICRO_BATCH, Computing, advice, compare, describe_run, recorded_micro_batch
+from plaudit.run_identity import Computing, advice, compare, describe_auto, describe_run, recorded_micro_batch
 from plaudit.run_progress import checkpoint_folders, read_description
 from plaudit.sample_files import SampleFiles
 from plaudit.saving import Saver
@@ -106,6 +106,8 @@ class Run:
         """What the processes divide among themselves, once that is decided."""
         self.micro_batch: int | None = None
         """Its tokens, likewise; until then what a run that is resumed has recorded, in the leading process."""
+        self.resolved: TrainingRecipe = self.recipe
+        """The recipe with what `auto` stands for, likewise."""
         self.best: dict[str, float] | None = None
         self.unvalidated: dict[str, float] | None = None
         """Metrics of the last step done, if the run stopped before its validation."""
@@ -294,7 +296,7 @@ class Run:
         now = Computing(threads_on_cpu(self.recipe.run.device), self.world.size, self.sharding)
         if resumed and before is not None and (change := now.changed(before)):
             print_line(f"{self.folder} resumes {change}", "yellow")
-        self.description |= {**asdict(now), MICRO_BATCH: self.micro_batch}
+        self.description |= {**asdict(now), **describe_auto(self.recipe, self.resolved, self.micro_batch)}
 
     # Recording
 

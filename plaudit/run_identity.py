@@ -24,6 +24,8 @@ from plaudit.recipe import TrainingRecipe
 MICRO_BATCH = "tokens_per_micro_batch"
 """In run.json: the number that was used, whatever the recipe says."""
 SETTING = f"train.{MICRO_BATCH}"
+RESOLVED = "resolved"
+"""In run.json: what `auto` stands for, by setting."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,24 @@ def recorded_micro_batch(description: dict[str, Any]) -> int | None:
     """What a run was last trained with; of a run that is older than this entry, what its recipe says."""
     tokens = description.get(MICRO_BATCH, description["recipe"].get(SETTING))
     return tokens if isinstance(tokens, int) else None
+
+
+def describe_auto(recipe: TrainingRecipe, resolved: TrainingRecipe, micro_batch: int | None) -> dict[str, Any]:
+    """Entries of run.json: what `auto` stands for."""
+    values = flatten(resolved)
+    decided = {name: values[name] for name, value in flatten(recipe).items() if value == "auto" and values[name] != "auto"}
+    return {MICRO_BATCH: micro_batch, RESOLVED: decided}
+
+
+def with_recorded(recipe: TrainingRecipe, description: dict[str, Any]) -> TrainingRecipe:
+    """The recipe with what the run has recorded of `auto`."""
+    settings = {SETTING: recorded_micro_batch(description), **description.get(RESOLVED, {})}
+    for name, value in settings.items():
+        section, _, setting = name.partition(".")
+        part = getattr(recipe, section, None)
+        if value is not None and part is not None and getattr(part, setting, None) == "auto":
+            recipe = recipe.model_copy(update={section: part.model_copy(update={setting: value})})
+    return recipe
 
 
 def compare(then: dict[str, Any], now: dict[str, Any], recipe: TrainingRecipe, code: set[str]) -> Differences:

@@ -378,7 +378,9 @@ def test_exit_codes(monkeypatch, plaudit, recipe, error, code):
     got = plaudit("sft", recipe)
     assert (got.code, got.out) == (code, "")
     if isinstance(error, torch.OutOfMemoryError):
-        assert got.err.startswith("out of GPU memory (reason). Lower train.tokens_per_micro_batch (now 128)")
+        assert got.err.startswith(
+            "out of GPU memory (reason). Set model.gradient_checkpointing=true, set optim.placement=offload, or use model.lora"
+        )
     else:
         assert got.err == "reason\n"
 

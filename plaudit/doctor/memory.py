@@ -20,7 +20,7 @@ from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, gigabytes, total_m
 from plaudit.models.trainable import resolve_dtype
 from plaudit.recipe import ModelSettings, Recipe, RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.rewards.judges.model_rewards import ModelReward
-from plaudit.train.auto import resolve_auto, smaller_weights
+from plaudit.train.auto import resolve_auto
 from plaudit.train.memory_plan import (
     ALONE,
     RESIDENT,
@@ -32,7 +32,9 @@ from plaudit.train.memory_plan import (
     plan_critic,
     plan_policy,
     server_share,
+    update_tokens,
 )
+from plaudit.train.memory_savers import advise, memory_savers
 
 
 def check_weights(model: Path) -> Iterator[Finding]:
@@ -78,7 +80,8 @@ def check_training(recipe: TrainingRecipe, lengths: Lengths, processes: Processe
     dtype = str(resolve_dtype(recipe.model.dtype, device)).removeprefix("torch.")
     text = f"{plan}; {device.type} in {dtype} has {available / 1e9:.0f} GB"
     if plan.total > available:
-        text += f". Lower train.tokens_per_micro_batch, {_memory_savers(recipe, device)}"
+        longest = update_tokens(recipe, lengths).longest
+        text += f". {advise(memory_savers(recipe, longest=longest, on_gpu=device.type == 'cuda'))}"
     yield ("✓" if plan.total < SAFE_SHARE * available else "!"), text
     if plan.streamed:
         host = processes.available("cpu", device.type)
@@ -151,14 +154,6 @@ def _check_settings(section: str, model: ModelSettings, layers: int, device: tor
             yield "✗", f"{section}.liger: {error}"
 
 
-def _memory_savers(recipe: TrainingRecipe, device: torch.device) -> str:
-    """Unused settings that would save memory."""
-    unused = ["set model.gradient_checkpointing=true"] if recipe.model.gradient_checkpointing is False else []
-    if device.type == "cuda" and recipe.optim.placement == "resident":
-        unused.append("set optim.placement=offload")
-    return ", ".join([*unused, f"or {smaller_weights(recipe.model)}"])
-
-
 # The total per device ------------------------------------------------------------------------------------------------
 
 
@@ -203,8 +198,10 @@ def _advice(recipe: Recipe, kind: str, budget: Budget, processes: Processes) -> 
         return "Lower the server's share in model.arguments: --gpu-memory-utilization (SGLang: --mem-fraction-static)."
     if isinstance(recipe, ScoreRecipe):
         return "Use placement: server on another machine, or dtype: bfloat16."
-    in_turn = " placement: server for the reward models," if any(need.in_turn for need in budget.needs) else ""
-    return f"Lower train.tokens_per_micro_batch,{in_turn} {_memory_savers(recipe, processes.device(recipe.run.device))}."
+    savers = memory_savers(recipe, on_gpu=processes.device(recipe.run.device).type == "cuda")
+    if any(need.in_turn for need in budget.needs):
+        savers.insert(1, "placement: server for the reward models")
+    return f"{advise(savers)}."
 
 
 def _launched(name: str, reward: ModelReward, budgets: dict[str, Budget]) -> Finding:

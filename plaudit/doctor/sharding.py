@@ -17,7 +17,8 @@ from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, MemoryPlan, Phase,
 from plaudit.recipe import Recipe, ScoreRecipe, TrainingRecipe
 from plaudit.train.auto import resolve_auto, resolve_sharding
 from plaudit.train.limits import MOST_TOKENS, largest_model, longest_sequence
-from plaudit.train.memory_plan import Lengths, plan_devices, plan_policy
+from plaudit.train.memory_plan import Lengths, plan_devices, plan_policy, update_tokens
+from plaudit.train.memory_savers import advise, memory_savers
 from plaudit.train.processes import Processes
 
 
@@ -139,7 +140,10 @@ def check_sharding(recipe: TrainingRecipe, lengths: Lengths, processes: Processe
         yield "✗" if row.verdict == "no" else "!", f"{text}. It fits with cluster.sharding={fitting[0]}"
     else:
         mark = "✗" if row.verdict == "no" else "!"
-        yield mark, f"{text}. Lower train.tokens_per_micro_batch, set model.gradient_checkpointing=true, or use more GPUs"
+        resolved = resolve_auto(recipe, lengths, lambda line: None, replace(processes, sharding=chosen))
+        on_gpu = processes.device(recipe.run.device).type == "cuda"
+        savers = memory_savers(resolved, longest=update_tokens(recipe, lengths).longest, on_gpu=on_gpu)
+        yield mark, f"{text}. {advise([*savers, 'use more GPUs'])}"
     limit = context_tokens(read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code))
     own_limit = f" (the model's own limit is {limit:,})" if limit and limit < row.longest else ""
     yield "✓", f"the longest sequence that fits, with a micro-batch to itself: {row.longest:,} tokens{own_limit}"

@@ -59,7 +59,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
         recipe, sharding, micro_batch = plan_training(recipe, pairs.lengths, world, run.micro_batch)
-        run.sharding, run.micro_batch = sharding, micro_batch
+        run.resolved, run.sharding, run.micro_batch = recipe, sharding, micro_batch
         policy = divide(load_policy(recipe.model, template, device, seed=recipe.seed), sharding, world)
         known = with_reference([*pairs, *validation], recipe, policy, run.folder, world)  # while the policy is untrained
         pairs, validation = known[: len(pairs)], known[len(pairs) :]

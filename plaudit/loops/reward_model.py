@@ -54,7 +54,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             validation = _pairs("val", sources["val"], template, recipe) if sources["val"] else []
 
         recipe, sharding, micro_batch = plan_training(recipe, pairs.lengths, world, run.micro_batch)
-        run.sharding, run.micro_batch = sharding, micro_batch
+        run.resolved, run.sharding, run.micro_batch = recipe, sharding, micro_batch
         classifier = divide(load_classifier(recipe.model, template, device, seed=recipe.seed), sharding, world)
         sides = (side for pair in chain(pairs, validation) for side in (pair.chosen, pair.rejected))
         set_pad_token(classifier, (int(side.tokens[-1]) for side in sides))

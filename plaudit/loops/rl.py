@@ -107,7 +107,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
                 print_line(note, "yellow")
         lengths = [len(prompt.tokens) for prompt in prompts]
         recipe, sharding, run.micro_batch = plan_training(recipe, lengths, world, run.micro_batch)
-        run.sharding = sharding
+        run.resolved, run.sharding = recipe, sharding
         learner = Learner.build(recipe, template, total_steps=total_steps, world=world, sharding=sharding)
         for name, config in learner.configs.items():
             require_context(config, prompts, recipe.rollout.max_new_tokens, name)

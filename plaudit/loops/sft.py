@@ -56,7 +56,7 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
             validation = _examples("val", sources["val"], template, recipe).examples if sources["val"] else []
 
         recipe, sharding, micro_batch = plan_training(recipe, examples.lengths, world, run.micro_batch)
-        run.sharding, run.micro_batch = sharding, micro_batch
+        run.resolved, run.sharding, run.micro_batch = recipe, sharding, micro_batch
         policy = divide(load_policy(recipe.model, template, device, seed=recipe.seed), sharding, world)
         _note_thoughts(policy, examples, recipe.model.path)
         trainer = build_trainer(recipe, policy, sharding, world)

@@ -89,21 +89,23 @@ def _memory_advice(loaded: LoadedRecipe) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         assert not isinstance(loaded.recipe, ScoreRecipe)
-        rollout = ", lower rollout.max_sequences (the cache while sampling)" if isinstance(loaded.recipe, RLRecipe) else ""
         raise OutOfMemory(
-            f"out of GPU memory ({str(error).split('. ')[0]}). Lower train.tokens_per_micro_batch (now "
-            f"{_micro_batch(loaded.recipe)}), set model.gradient_checkpointing=true or optim.placement=offload{rollout}, or "
-            "train a LoRA with model.lora.rank=16. `plaudit doctor` estimates the memory needed; see docs/memory.md."
+            f"out of GPU memory ({str(error).split('. ')[0]}). {_less_memory(loaded.recipe)}. `plaudit doctor` estimates the "
+            "memory needed; see docs/memory.md."
         ) from None
 
 
-def _micro_batch(recipe: TrainingRecipe) -> str:
-    """In tokens; of `auto`, what the run has recorded."""
-    from plaudit.run_identity import recorded_micro_batch
+def _less_memory(recipe: TrainingRecipe) -> str:
+    """What to change, given what the run has recorded of `auto`."""
+    from plaudit.run_identity import with_recorded
     from plaudit.run_progress import read_description
+    from plaudit.train.memory_savers import advise, memory_savers
 
-    tokens = recipe.train.tokens_per_micro_batch
-    if tokens == "auto":
-        with suppress(RunError):
-            tokens = recorded_micro_batch(read_description(Path(recipe.run.dir) / "run.json")) or "auto"
-    return tokens if isinstance(tokens, str) else f"{tokens:,}"
+    with suppress(RunError):
+        recipe = with_recorded(recipe, read_description(Path(recipe.run.dir) / "run.json"))
+    tokens, setting = recipe.train.tokens_per_micro_batch, "train.tokens_per_micro_batch"
+    now = f"{setting} (now {tokens if isinstance(tokens, str) else f'{tokens:,}'})"
+    savers = [saver.replace(setting, now) for saver in memory_savers(recipe)]
+    if isinstance(recipe, RLRecipe):
+        savers.insert(-1, "lower rollout.max_sequences (the cache while sampling)")
+    return advise(savers)

@@ -13,7 +13,7 @@ from plaudit.errors import RecipeError
 from plaudit.models.devices import resolve_device
 from plaudit.models.folder import read_config
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, Sharding, gigabytes, widest_activation
-from plaudit.recipe import LoraSettings, ModelSettings, RewardModelRecipe, RLRecipe, TrainingRecipe
+from plaudit.recipe import LoraSettings, RewardModelRecipe, RLRecipe, TrainingRecipe
 from plaudit.recipe.training import USUAL_MICRO_BATCH
 from plaudit.report.progress import print_line
 from plaudit.train.memory_plan import (
@@ -26,6 +26,7 @@ from plaudit.train.memory_plan import (
     server_share,
     update_tokens,
 )
+from plaudit.train.memory_savers import SMALLEST_MICRO_BATCH, memory_savers
 from plaudit.train.processes import ALONE, Processes
 from plaudit.world import World
 
@@ -36,7 +37,6 @@ LARGEST_MICRO_BATCH = 32_768
 """Tokens. Twice the work of 16,384 for as many launches: with those, a GPU waits for Python at 0.5B, the smallest common size
 (bench/README.md). Larger ones have not been measured; beyond 65,535 there could be more sequences than a kernel's grid has room for
 in its second dimension."""
-SMALLEST_MICRO_BATCH = 2_048
 SMALLEST_BEFORE_RECOMPUTING = 4_096
 """Down to here, smaller micro-batches cost less than recomputing, which takes up to a third more time: each reads all weights and
 adds to all gradients, 12 bytes per parameter against 6 × 4,096 operations, which take a GPU at least ten times as long. Below,
@@ -202,16 +202,12 @@ def _describe_fit(recipe: TrainingRecipe, lengths: Lengths, processes: Processes
     text = f", with which training takes about {gigabytes(needed)} of {gigabytes(available)}"
     if needed <= SAFE_SHARE * available:
         return text
-    savers = ["set model.gradient_checkpointing=auto"] if recipe.model.gradient_checkpointing is False else []
-    savers += ["set optim.placement=offload"] if recipe.optim.placement == "resident" else []
-    return f"{text}, which may be too much: {' or '.join([*savers, smaller_weights(recipe.model)])}"
+    return f"{text}{_too_much(resolved, lengths, device)}"
 
 
-def smaller_weights(model: ModelSettings) -> str:
-    """What would take less memory for weights and optimiser than this."""
-    if model.lora is None:
-        return "use model.lora"
-    return "set model.lora.base_bits=4" if model.lora.base_bits is None else "choose a smaller model"
+def _too_much(recipe: TrainingRecipe, lengths: Lengths, device: str) -> str:
+    savers = memory_savers(recipe, longest=update_tokens(recipe, lengths).longest, on_gpu=device == "cuda")
+    return f", which may be too much: {' or '.join(savers)}"
 
 
 # Gradient checkpointing -----------------------------------------------------------------------------------------------
@@ -253,8 +249,7 @@ def _resolve(recipe: Trained, section: str, layers: int, lengths: Lengths, repor
 
     count = bisect_left(range(layers), True, key=fits)
     resolved = budget(count)
-    offload = ", or set optim.placement=offload" if device != "cpu" and recipe.optim.placement == "resident" else ""
-    but = "" if count < layers or fits(count) else f", which may be too much: lower train.tokens_per_micro_batch{offload}"
+    but = "" if count < layers or fits(count) else _too_much(_checkpointing(recipe, section, count), lengths, device)
     report(
         f"{section}.gradient_checkpointing: {count or 'none'} of {layers} layers, with which training takes about "
         f"{gigabytes(resolved.at('training', fixed_only=True))} of {gigabytes(resolved.available)}{but}"

@@ -52,7 +52,7 @@ def test_what_does_not_fit_is_reported_with_what_would(plaudit, tmp_path, tiny_m
     assert code == 1
     text = " ".join(out.split())
     assert "✗ sharding cluster.sharding: none, with which each of 2 processes takes at least" in text
-    assert "Lower train.tokens_per_micro_batch" in text
+    assert "Set model.gradient_checkpointing=true, set optim.placement=offload, use model.lora, or use more GPUs" in text
     assert "fits with these settings: none" in text
     code, out, _ = plaudit(
         "doctor", file, "cluster.gpus=2", "cluster.sharding=none", "optim.placement=offload", "--gpu-memory", "24"

@@ -391,6 +391,47 @@ def test_running_out_of_memory_reports_the_number(plaudit, recipe, monkeypatch):
     assert "Lower train.tokens_per_micro_batch (now auto)" in plaudit("sft", recipe("early"))[2]
 
 
+@pytest.mark.parametrize(
+    ("lora", "tokens", "kept", "advice"),
+    [
+        (None, 16_384, True, "Set train.keep_logits=false, lower train.tokens_per_micro_batch (now 16,384), set model.grad"),
+        (None, 16_384, False, "Lower train.tokens_per_micro_batch (now 16,384), set model.grad"),
+        (None, 2_048, False, "Set model.gradient_checkpointing=true, set optim.placement=offload, or use model.lora. `plaudit"),
+        ({"rank": 4}, 2_048, True, "Set train.keep_logits=false, set model.gradient_checkpointing=true, set optim"),
+        ({"rank": 4}, 2_048, False, "Set model.gradient_checkpointing=true, set optim.placement=offload, or set model.lora.base"),
+        ({"rank": 4, "base_bits": 4}, 2_048, False, "or choose a smaller model."),
+    ],
+)  # fmt: skip
+def test_running_out_of_memory_suggests_what_is_left(plaudit, recipe, monkeypatch, tmp_path, lora, tokens, kept, advice):
+    """First what keeps every bit; nothing that the run does already."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("reason. More words")
+
+    def resolve(*arguments: Any, **options: Any) -> Any:
+        resolved = resolve_auto(*arguments, **options)
+        return resolved.model_copy(update={"train": resolved.train.model_copy(update={"keep_logits": kept})})
+
+    monkeypatch.setattr(auto, "choose_micro_batch", lambda *_: tokens)
+    monkeypatch.setattr("plaudit.train.build.resolve_auto", resolve)
+    monkeypatch.setattr("plaudit.train.trainer.Trainer.update", fail)
+    message = plaudit("sft", recipe("run", model={"lora": lora}))[2]
+    assert f"out of GPU memory (reason). {advice}" in message if advice[0].isupper() else advice in message
+    run = tmp_path / "run/run.json"
+    assert json.loads(run.read_text())["resolved"] == {"train.tokens_per_micro_batch": tokens, "train.keep_logits": kept}
+
+
+def test_checkpointing_suggests_no_smaller_micro_batch_than_there_is(sft_of):
+    lines: list[str] = []
+    lora = {"model": {"lora": {"rank": 16}, "gradient_checkpointing": "auto"}}
+    resolve_auto(sft_of("7B", 2_048, max_tokens=1000, **lora), None, lines.append, gpu(10e9))
+    resolve_auto(sft_of("7B", 4_096, max_tokens=1000, **lora), None, lines.append, gpu(10e9))
+    resolve_auto(sft_of("7B", 4_096, max_tokens=5000, **lora), None, lines.append, gpu(10e9))
+    savers = [line.partition("which may be too much: ")[2] for line in lines]
+    others = "set optim.placement=offload or set model.lora.base_bits=4"
+    assert savers == [others, f"lower train.tokens_per_micro_batch or {others}", others]
+
+
 # The doctor -----------------------------------------------------------------------------------------------------------
 
 
@@ -403,6 +444,6 @@ def test_the_doctor_prints_what_auto_is(plaudit, recipe, tmp_path):
     assert "tokens_per_micro_batch: 32,768" in doctor("--gpu-memory", "80", "train.rows_per_step=1000")
     assert "train.tokens_per_micro_batch" not in doctor("--gpu-memory", "80", "train.tokens_per_micro_batch=512")
     small = doctor("--gpu-memory", "1")
-    assert "which may be too much: set model.gradient_checkpointing=auto or set optim.placement=offload or use model.lora" in small
+    assert "which may be too much: set model.gradient_checkpointing=true or set optim.placement=offload or use model.lora" in small
     plaudit("doctor", recipe("run"), "--gpu-memory", "80", "--html", tmp_path / "doctor.html")
     assert line in (tmp_path / "doctor.html").read_text()
