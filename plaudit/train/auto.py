@@ -113,13 +113,23 @@ def fits(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> bool
 # Tokens per micro-batch -----------------------------------------------------------------------------------------------
 
 
-def agreed_micro_batch(recipe: TrainingRecipe, lengths: Lengths, world: World, sharding: Sharding, recorded: int | None) -> int:
+def agreed_micro_batch(
+    recipe: TrainingRecipe,
+    lengths: Lengths,
+    world: World,
+    sharding: Sharding,
+    recorded: int | None,
+    report: Report = print_line,
+) -> int:
     """What `auto` stands for in all processes of a world: the number that the run has `recorded`, which its leading process knows;
     or the smallest of theirs, should their devices differ."""
     known = world.agree(recorded, "tokens per micro-batch of this run")
-    if known is not None:
-        return known
-    return min(world.gather(choose_micro_batch(recipe, lengths, Processes(world.size, sharding)), "tokens per micro-batch"))
+    chosen = choose_micro_batch(recipe, lengths, Processes(world.size, sharding))
+    if known is None:
+        return min(world.gather(chosen, "tokens per micro-batch"))
+    if known != chosen:
+        report(f"this run keeps the {known:,} tokens per micro-batch that it was started with; auto would now be {chosen:,}")
+    return known
 
 
 def resolve_micro_batch(

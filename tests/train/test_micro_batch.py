@@ -307,10 +307,19 @@ def test_a_resumed_run_keeps_its_number(recipe, tmp_path, monkeypatch, capsys):
             del description["tokens_per_micro_batch"]
             (tmp_path / "older/run.json").write_text(json.dumps(description))
         monkeypatch.setattr(auto, "choose_micro_batch", lambda *_: 64)
+        capsys.readouterr()
         train_sft(recipe(name))
         assert recorded(tmp_path / name) == 128
         assert_same_run(tmp_path / name, tmp_path / "reference")
-    assert "changed settings" not in capsys.readouterr().err
+        printed = " ".join(capsys.readouterr().err.split())
+        assert "this run keeps the 128 tokens per micro-batch that it was started with; auto would now be 64" in printed
+        assert "changed settings" not in printed
+
+
+def test_a_resumed_run_on_the_same_device_says_nothing_of_its_number(recipe, monkeypatch, capsys):
+    _stop_after(2, monkeypatch, recipe("run"))
+    train_sft(recipe("run"))
+    assert "per micro-batch" not in capsys.readouterr().err
 
 
 class Stopped(Exception):
