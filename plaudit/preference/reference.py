@@ -54,10 +54,10 @@ def with_reference(pairs: Sequence[Pair], recipe: DPORecipe, policy: TrainableMo
 
 def _key(pairs: Sequence[Pair], recipe: DPORecipe) -> str:
     """Changes when the reference or any token does."""
-    path = Path(recipe.reference.path or recipe.model.path)
-    digest = hashlib.blake2b(
-        f"{path if not path.is_dir() else model_fingerprint(path)} {recipe.model.dtype}".encode(), digest_size=16
-    )
+    path, lora = Path(recipe.reference.path or recipe.model.path), recipe.model.lora
+    bits = lora.base_bits if lora is not None and recipe.reference.path is None else None  # another model is not quantised
+    described = f"{path if not path.is_dir() else model_fingerprint(path)} {recipe.model.dtype}"
+    digest = hashlib.blake2b((described if bits is None else f"{described} {bits} bits").encode(), digest_size=16)
     for pair in pairs:
         for example in (pair.chosen, pair.rejected):
             digest.update(len(example).to_bytes(8, "little"))

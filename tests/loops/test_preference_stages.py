@@ -281,6 +281,27 @@ def test_with_lora_the_base_model_is_the_reference(tmp_path, tiny_model, pairs_f
     assert metrics_of(tmp_path / "lora")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
+def test_a_base_that_is_quantised_later_gets_its_own_reference(tmp_path, tiny_model, pairs_file, monkeypatch, capsys):
+    """A run dies before its first checkpoint, and is repeated in the same folder with base_bits."""
+    lora, quantised = ({"model": {"dtype": "float32", "lora": {"rank": 4, **bits}}} for bits in ({}, {"base_bits": 4}))
+    sections = {"run": {"max_steps": 1}}
+    stop_before(monkeypatch, 1)
+    with pytest.raises(Stopped):
+        run_stage(tmp_path, "dpo", tiny_model, pairs_file, **lora, **sections)
+    file = tmp_path / "run/reference.safetensors"
+    unquantised = load_file(file)["chosen"]
+    capsys.readouterr()
+    run_stage(tmp_path, "dpo", tiny_model, pairs_file, **quantised, **sections)
+    assert "reference: log-probs of 40 pairs" in capsys.readouterr().err
+    found = load_file(file)["chosen"]
+    assert (found - unquantised).abs().max() > 1e-3
+    assert metrics_of(tmp_path / "run")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6), "the policy still is its reference"
+    recipe = pair_recipe(tiny_model, pairs_file, tmp_path / "run", **lora, reference={"path": str(tiny_model)})
+    file = write_recipe(tmp_path / "other.yaml", recipe)
+    keys = [reference._key([], load(file, more, "dpo").recipe) for more in ((), ("model.lora.base_bits=4",))]
+    assert keys[0] == keys[1], "another model as the reference is not quantised"
+
+
 @pytest.mark.slow
 def test_another_model_as_reference(tmp_path, tiny_model, pairs_file):
     """A trained policy measured against the model it started from: its first margin is what its training gained."""
