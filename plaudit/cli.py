@@ -249,11 +249,14 @@ def merge(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write the complete model to.", show_default=False)],
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: that of the base's weights.")] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(help="auto: that of the base's weights; for an adapter trained on a quantised base, that of training."),
+    ] = "auto",
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the base model.")] = False,
 ) -> None:
     """Merge a LoRA adapter into its base model: a complete model for plaudit, transformers and vLLM."""
-    from plaudit.lora_folder import read_lora_folder
+    from plaudit.lora_folder import QUANTISED, read_lora_folder
 
     lora = read_lora_folder(adapter)
     if lora is None:
@@ -264,7 +267,10 @@ def merge(
     with heavy_imports():
         from plaudit.loops.merge import merge_adapter
 
-    print(f"{out}: {lora.base} with {adapter} merged in, {merge_adapter(lora, out, dtype, trust_remote_code):,} parameters")
+    parameters = merge_adapter(lora, out, dtype, trust_remote_code)
+    if lora.quantised is not None:
+        print(f"{lora.base}: its linear layers are rounded to {lora.quantised.bits} bits, as in training ({QUANTISED})")
+    print(f"{out}: {lora.base} with {adapter} merged in, {parameters:,} parameters")
 
 
 for verb, context in ((sample, {}), (audit, ANYTHING_MAY_FOLLOW), (serve, ANYTHING_MAY_FOLLOW), (convert, {}), (view, {})):

@@ -4,9 +4,10 @@ Wherever a recipe or a command names a model, it may name such a folder, or an a
 adapter merged in. Nothing here imports torch, so that a missing base is reported before anything heavy is loaded.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from plaudit.errors import RecipeError, nearest_path
 from plaudit.hub import looks_local, model_folder
@@ -14,7 +15,15 @@ from plaudit.json_files import UnreadableJson, read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 QUANTISED = "quantised_base.json"
-"""What an adapter's base was rounded to in training (model.lora.base_bits): {"base_bits": 4}. peft does not read it."""
+"""What an adapter's base was rounded to in training: {"base_bits": 4, "dtype": "bfloat16"}, as in model.lora.base_bits and
+model.dtype. peft does not read it."""
+
+
+class QuantisedBase(NamedTuple):
+    bits: Literal[4, 8]
+    """Of linear layers."""
+    dtype: Literal["float32", "bfloat16"]
+    """Of all weights before linear layers were quantised."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +33,8 @@ class LoraFolder:
     """Folder or hub name of the complete model that the adapter was trained on."""
     scores: bool
     """A reward model's adapter, with a score head; otherwise a causal model's."""
-    base_bits: Literal[4, 8] | None = None
-    """Of the linear layers that the adapter was trained on; None: as they are in the base."""
+    quantised: QuantisedBase | None = None
+    """What the base's weights were rounded to in training; None: they are as in the base."""
 
     @property
     def has_tokenizer(self) -> bool:
@@ -33,7 +42,7 @@ class LoraFolder:
 
     @property
     def files(self) -> list[Path]:
-        names = [CONFIG, WEIGHTS] if self.base_bits is None else [CONFIG, WEIGHTS, QUANTISED]
+        names = [CONFIG, WEIGHTS] if self.quantised is None else [CONFIG, WEIGHTS, QUANTISED]
         return [self.folder / name for name in names]
 
 
@@ -79,19 +88,25 @@ def read_lora_folder(path: str | Path) -> LoraFolder | None:
     if config.get("megatron_config") is not None:
         raise RecipeError(f"{folder / CONFIG}: megatron_config makes peft import the module it names; plaudit does not load that")
     found = _find_base(Path(path), folder, base)
-    return LoraFolder(folder, found, scores=config.get("task_type") == "SEQ_CLS", base_bits=_read_bits(folder / QUANTISED))
+    return LoraFolder(folder, found, scores=config.get("task_type") == "SEQ_CLS", quantised=_read_quantised(folder / QUANTISED))
 
 
-def _read_bits(file: Path) -> Any:
+def _read_quantised(file: Path) -> QuantisedBase | None:
     if not file.is_file():
         return None
     try:
-        bits = read_object(file).get("base_bits")
+        content: dict[str, Any] = read_object(file)
     except UnreadableJson as error:
         raise RecipeError(f"{file} cannot be read: {error}. Copy the adapter's folder again") from None
-    if bits not in (4, 8):
-        raise RecipeError(f"{file}: base_bits should be 4 or 8, not {bits}. Copy the adapter's folder again")
-    return bits
+    bits, dtype = content.get("base_bits"), content.get("dtype")
+    if not isinstance(bits, int) or bits not in (4, 8):
+        raise RecipeError(f"{file}: base_bits should be 4 or 8, not {json.dumps(bits)}. Copy the adapter's folder again")
+    if dtype not in ("float32", "bfloat16"):
+        raise RecipeError(
+            f'{file}: dtype should be that of training, "float32" or "bfloat16", not {json.dumps(dtype)}. Copy the adapter\'s '
+            "folder again"
+        )
+    return QuantisedBase(bits, dtype)  # pyright: ignore
 
 
 def _find_base(name: Path, folder: Path, base: str) -> str:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from plaudit.errors import RecipeError
 from plaudit.lora_folder import LoraFolder
 from plaudit.models.host_memory import HostMemory
-from plaudit.models.merged import merged_weight_of
+from plaudit.models.merged import merge_into, merged_weight_of
 from plaudit.models.quantised import QuantisedLinear
 from plaudit.models.sharded import is_sharded, iter_some, iter_whole
 from plaudit.recipe import LoraSettings
@@ -64,8 +64,10 @@ def attach_lora(
 
 
 def merge_lora(base: PreTrainedModel, lora: LoraFolder) -> PreTrainedModel:
-    """The base with a saved adapter merged into it, and no trace of peft: W + ΔW is rounded once to the base's dtype."""
+    """The base with a saved adapter merged into it, and no trace of peft: W + ΔW is rounded once to the base's dtype. On a base
+    that was quantised, which is always trained with merged weights, it is rounded as in training."""
     from peft import PeftConfig, PeftModel
+    from peft.tuners.lora import Linear
 
     if lora.scores:
         head: Any = getattr(base, "score")  # noqa: B009 (no attribute of every model)
@@ -79,7 +81,14 @@ def merge_lora(base: PreTrainedModel, lora: LoraFolder) -> PreTrainedModel:
     except Exception as error:  # whatever peft makes of an odd config or damaged weights
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise RecipeError(f"{lora.folder}: this LoRA adapter does not fit its base, {lora.base}: {reason}") from None
-    return peft.merge_and_unload().requires_grad_(True)
+    if lora.quantised is None:
+        return peft.merge_and_unload().requires_grad_(True)
+    with torch.no_grad():
+        adapted: list[Any] = [module for module in peft.modules() if isinstance(module, Linear)]
+        for layer in adapted:
+            weight, scale = layer.base_layer.weight, layer.scaling["default"]
+            merge_into(weight, weight, layer.lora_A["default"].weight, layer.lora_B["default"].weight, scale)
+    return peft.unload().requires_grad_(True)
 
 
 def iter_merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

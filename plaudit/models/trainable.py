@@ -94,8 +94,9 @@ class TrainableModel:
         merge = self.peft is not None and self._merges
         weights = self._saved_weights(memory, merge=merge, keep=keep)
         tokenizer = self._tokenizer_files() if keep else {}
-        bits = self.lora.base_bits if self.lora is not None and not merge else None
-        quantised = {} if bits is None else {QUANTISED: json.dumps({"base_bits": bits}).encode()}
+        base = None if merge else next((m for m in self.model.modules() if isinstance(m, QuantisedLinear)), None)
+        described = {} if base is None else {"base_bits": base.bits, "dtype": str(base.dtype).removeprefix("torch.")}
+        quantised = {QUANTISED: json.dumps(described).encode()} if described else {}
 
         def write(folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -196,10 +197,11 @@ def load_pretrained(
     **config: Any,
 ) -> PreTrainedModel:
     """Load a model with one of transformers' auto classes, complete and from safetensors, onto the CPU. A LoRA adapter is merged
-    into its base.
+    into its base; one that was trained on a quantised base, into that.
 
-    `dtype`: None for the one it was saved in. `new`: name prefixes of weights that may be missing; the caller initialises them.
-    `partial`: `auto` is a model class without the modules of some weights, which are then not read.
+    `dtype`: None for the one it was saved in, or was trained in on a quantised base. `new`: name prefixes of weights that may be
+    missing; the caller initialises them. `partial`: `auto` is a model class without the modules of some weights, which are then not
+    read.
     `config`: overrides for the model's config."""
     return_freed_memory()
     lora = read_lora_folder(path)
@@ -207,11 +209,13 @@ def load_pretrained(
         head = ("score.",) if lora.scores else ()
         labels = {"num_labels": count_labels(lora)} if lora.scores else {}
         more = {"new": (*new, *head), "partial": partial, **labels, **config}
-        base = load_pretrained(auto, lora.base, dtype, trust_remote_code=trust_remote_code, **more)
-        if lora.base_bits is not None:  # so that it is the model that was trained
+        trained = None if lora.quantised is None else getattr(torch, lora.quantised.dtype)
+        base = load_pretrained(auto, lora.base, trained or dtype, trust_remote_code=trust_remote_code, **more)
+        if lora.quantised is not None:  # rounded as in training, and only then to another dtype
             for layer in own_layers(base.get_decoder()):
-                round_linears(layer, lora.base_bits)
-        return merge_lora(base, lora)
+                round_linears(layer, lora.quantised.bits)
+        merged = merge_lora(base, lora)
+        return merged if trained is None or dtype in (None, trained) else _converted(merged, dtype)
     transformers_logging.disable_progress_bar()  # its bars would break ours
     folder = model_folder(path)
     settings = config_to_load(folder, trust_remote_code=trust_remote_code, **config)
@@ -248,6 +252,15 @@ def load_pretrained(
             raise RecipeError(f"{path}: models with {name} are not supported yet")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise RecipeError(f"{path}: models whose output head has a bias are not supported yet")
+    return model
+
+
+def _converted(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Weights of the decoder and an output head; buffers and a score head, which are in fp32 in any case, are left."""
+    kept = {id(parameter) for parameter in getattr(model, "score", nn.Identity()).parameters()}
+    for parameter in (p for p in model.parameters() if id(p) not in kept):
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype  # pyright: ignore (transformers sets it)
     return model
 
 

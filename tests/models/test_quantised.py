@@ -1,6 +1,7 @@
 """LoRA on a base in 8 or 4 bits: the numbers of bitsandbytes, and everything that merged weights are tested for."""
 
 import hashlib
+import json
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.errors import RecipeError
 from plaudit.loops.merge import merge_adapter
 from plaudit.lora_folder import read_lora_folder
+from plaudit.models.classifier import load_classifier
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.lora import iter_base_weights, iter_merged_weights
 from plaudit.models.merged import drop_merged, has_merged
@@ -263,25 +265,59 @@ def test_saved_models_compute_what_was_trained(tiny_models, tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_adapter_stands_for_the_model_that_was_trained(tiny_models, tmp_path, dtype):
-    """Its folder says what its base was rounded to, so `plaudit merge` and whoever else reads it have the same weights."""
+def test_an_adapter_stands_for_the_model_that_was_trained(plaudit, tiny_models, tmp_path, dtype):
+    """Its folder says what its base, in fp32 on disk, was rounded to: `plaudit merge` writes the trained weights, to the bit."""
     policy = load(tiny_models["llama"], 4, dtype, merge_on_save=False)
     shift(policy, 0)
     policy.save(tmp_path / "adapter")
     lora = read_lora_folder(tmp_path / "adapter")
     assert lora is not None
-    assert lora.base_bits == 4
-    merge_adapter(lora, tmp_path / "complete", dtype)
+    assert lora.quantised == (4, dtype)
+    code, out, _ = plaudit("merge", tmp_path / "adapter", "--out", tmp_path / "complete")
+    assert code == 0
+    assert "its linear layers are rounded to 4 bits, as in training (quantised_base.json)" in " ".join(out.split())
     trained, found = dict(iter_merged_weights(policy.model)), load_file(tmp_path / "complete/model.safetensors")
-    for name, weight in found.items():  # in bf16, noise decided between two neighbours in training
-        rtol, atol = (1e-5, 1e-6) if dtype == "float32" else (2.0**-7, 1e-6)
-        torch.testing.assert_close(weight.float(), trained[name].float(), rtol=rtol, atol=atol)
-    (tmp_path / "adapter/quantised_base.json").write_text('{"base_bits": 3}')
-    with pytest.raises(RecipeError, match="base_bits should be 4 or 8, not 3"):
-        read_lora_folder(tmp_path / "adapter")
-    (tmp_path / "adapter/quantised_base.json").write_text("{")
-    with pytest.raises(RecipeError, match=r"quantised_base.json cannot be read: .* Copy the adapter's folder again"):
-        read_lora_folder(tmp_path / "adapter")
+    assert all(torch.equal(weight, trained[name]) for name, weight in found.items())
+    other: Any = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
+    merge_adapter(lora, tmp_path / "other", other)
+    converted = load_file(tmp_path / "other/model.safetensors")
+    assert all(torch.equal(converted[name], trained[name].to(getattr(torch, other))) for name in found)
+    assert json.loads((tmp_path / "other/config.json").read_text())["dtype"] == other
+
+
+def test_a_reward_models_adapter_stands_for_it_too(tiny_models, tmp_path):
+    template, lora = load_template(load_tokenizer(str(tiny_models["qwen2"])), None), LoraSettings(base_bits=8, merge_on_save=False)
+    classifier = load_classifier(
+        ModelSettings(path=str(tiny_models["qwen2"]), dtype="float32", lora=lora), template, CPU, section="critic"
+    )
+    shift(classifier, 0)
+    classifier.save(tmp_path / "adapter")
+    trained = dict(iter_merged_weights(classifier.model))
+    for dtype in ("float32", "bfloat16"):
+        settings = ModelSettings(path=str(tmp_path / "adapter"), dtype=dtype)
+        found = load_classifier(settings, template, CPU).model.state_dict()
+        assert found.keys() == trained.keys()
+        for name, weight in found.items():
+            assert weight.dtype == (torch.float32 if "score" in name else getattr(torch, dtype))
+            assert torch.equal(weight, trained[name].to(weight.dtype)), name
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"quantised_base.json cannot be read: .* Copy the adapter's folder again"),
+        ('{"base_bits": 3, "dtype": "float32"}', "base_bits should be 4 or 8, not 3"),
+        ('{"base_bits": [4]}', r"base_bits should be 4 or 8, not \[4\]"),
+        ('{"base_bits": 4}', r'dtype should be that of training, "float32" or "bfloat16", not null'),
+        ('{"base_bits": 4, "dtype": ["float32"]}', r'dtype should be .*, not \["float32"\]'),
+    ],
+)
+def test_a_damaged_description_is_reported(tmp_path, content, message):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    (tmp_path / "quantised_base.json").write_text(content)
+    with pytest.raises(RecipeError, match=message):
+        read_lora_folder(tmp_path)
 
 
 def test_one_place_for_all_matrices():
