@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from plaudit.convert.conversion import CARRIED, DEFAULT, Conversion
+from plaudit.convert.quantised import convert_quantised
 from plaudit.convert.values import is_unresolved
 from plaudit.other_systems.entries import UNSET
 from plaudit.other_systems.huggingface import SCHEDULES
@@ -37,6 +38,10 @@ def convert_llamafactory(c: Conversion) -> None:
         if kind == "full" and c.has("finetuning_type"):
             c.line(DEFAULT, "finetuning_type", "all weights are trained, as here without model.lora")
         c.no_meaning("all weights are trained", "lora_alpha")
+    bits = {"quantization_bit": c.value("quantization_bit"), **_bits_of_switches(c)}
+    convert_quantised(
+        c, bits, lora=kind == "lora", dropout="lora_dropout", kind="quantization_type", nested=("double_quantization",)
+    )
     c.set("data.dataset_info", str(Path(str(c.value("dataset_dir"))) / "dataset_info.json"), "dataset_dir")
     c.set("data.too_long", "cut_right", text="LLaMA-Factory cuts long rows, prompt and answer in proportion")
     _all_rows(c, "max_samples")
@@ -56,6 +61,11 @@ def convert_trl(c: Conversion) -> None:
     if not lora:
         c.without("model.lora", "all weights are trained: use_peft is off")
     c.no_meaning("model.lora is there, or all weights are trained", "use_peft", "peft_config")
+    nested = ("use_bnb_nested_quant",)
+    convert_quantised(c, _bits_of_switches(c), lora=lora, dropout="lora_dropout", kind="bnb_4bit_quant_type", nested=nested)
+    in_script = "quantization_config.load_in_4bit" in c.spelled.get("load_in_4bit", {})
+    if in_script and "model.lora.base_bits" in c.settings and not c.has("bnb_4bit_quant_type"):
+        c.remark("BitsAndBytesConfig's 4 bits are FP4 unless it says nf4; those of model.lora.base_bits are NF4")
     _dtype(c, float32_by_default=False)
     if c.stage == "rl":
         _grpo(c)
@@ -63,6 +73,10 @@ def convert_trl(c: Conversion) -> None:
         _pairs_or_rows(c)
     _training_arguments(c)
     c.apply_table()
+
+
+def _bits_of_switches(c: Conversion) -> dict[str, int | None]:
+    return {key: bits if c.is_on(key) else None for key, bits in (("load_in_4bit", 4), ("load_in_8bit", 8))}
 
 
 # TrainingArguments -----------------------------------------------------------------------------------------------------

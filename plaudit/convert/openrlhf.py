@@ -4,6 +4,7 @@ from typing import Any
 
 from plaudit.convert.conversion import Conversion
 from plaudit.convert.huggingface import ROWS
+from plaudit.convert.quantised import convert_quantised
 from plaudit.other_systems.entries import UNSET
 from plaudit.other_systems.openrlhf import ESTIMATORS, MICRO
 
@@ -12,8 +13,11 @@ MANY = 1_000_000
 
 
 def convert_openrlhf(c: Conversion) -> None:
-    if not isinstance(c.value("ds.lora.rank"), int) or c.value("ds.lora.rank") <= 0:
+    lora = isinstance(c.value("ds.lora.rank"), int) and c.value("ds.lora.rank") > 0
+    if not lora:
         c.without("model.lora", "all weights are trained: the rank is 0")
+    bits = {"ds.load_in_4bit": 4 if c.is_on("ds.load_in_4bit") else None}
+    convert_quantised(c, bits, lora=lora, dropout="ds.lora.dropout")
     _trackers(c)
     limit = c.value("data.max_samples")
     if isinstance(limit, int | float) and limit < MANY:

@@ -8,10 +8,10 @@ from typing import Any
 from plaudit.errors import PlauditError
 
 CONFIGS = re.compile(
-    r"(GRPO|RLOO|DPO|SFT|Reward|Lora|Model|Peft)Config|TrainingArguments|ScriptArguments|(GRPO|RLOO|DPO|SFT|Reward)Trainer"
+    r"(GRPO|RLOO|DPO|SFT|Reward|Lora|Model|Peft|BitsAndBytes)Config|TrainingArguments|ScriptArguments|(GRPO|RLOO|DPO|SFT|Reward)Trainer"
 )
 NOT_SETTINGS = ("args", "processing_class", "tokenizer", "callbacks", "optimizers", "data_collator", "compute_metrics")
-PREFIXED = {"LoraConfig": "lora_config.", "PeftConfig": "lora_config."}
+PREFIXED = {"LoraConfig": "lora_config.", "PeftConfig": "lora_config.", "BitsAndBytesConfig": "quantization_config."}
 
 
 def read_python(text: str, path: Path) -> tuple[dict[str, Any], str]:

@@ -154,6 +154,7 @@ SAVED = "a checkpoint always has all that an exact resume needs"
 SAMPLES = "every sample is in the run folder's samples/, with its rewards"
 TEXT_ONLY = "plaudit trains on text"
 LOGGED = "every step is logged"
+QUANTISED = "it is a detail of quantisation, of which model.lora.base_bits is the only setting"
 NEVER_PUSHED = "plaudit uploads nothing: upload the run folder's model/ yourself"
 PRECISION = (
     "weights are trained in float32 or bfloat16. To save memory: model.lora.rank (QLoRA: model.lora.base_bits), "

@@ -5,7 +5,6 @@ from plaudit.other_systems.entries import (
     LOGGED,
     NEVER_PUSHED,
     PACKED,
-    PRECISION,
     SAVED,
     SHARDED,
     Entry,
@@ -105,7 +104,7 @@ KEYS: dict[str, Entry] = {
     **several(advice(NEVER_PUSHED), "push_to_hub", "hub_model_id"),
     **several(no_meaning(NEVER_PUSHED), "hub_strategy", "hub_always_push", "hub_token", "hub_private_repo"),
     **several(no_meaning(PACKED), "group_by_length", "train_sampling_strategy", "pad_to_multiple_of"),
-    **several(advice(PRECISION), "load_in_4bit", "load_in_8bit"),
+    **several(composed("model.lora.base_bits"), "load_in_4bit", "load_in_8bit"),
 }  # fmt: skip
 
 ALIASES = {

@@ -8,6 +8,7 @@ from plaudit.other_systems.entries import (
     ENGINE,
     PACKED,
     PRECISION,
+    QUANTISED,
     SAMPLES,
     Entry,
     Table,
@@ -128,7 +129,10 @@ KEYS: dict[str, Entry] = {
     **several(no_meaning(AUTOMATIC), "dataset_num_proc", "dataset_kwargs", "attn_implementation", "dataset_streaming",
         "ignore_bias_buffers"),
     "activation_offloading": advice("save memory with model.gradient_checkpointing and optim.placement=offload", "optim.placement"),
-    **several(no_meaning("quantisation is off"), "bnb_4bit_*", "use_bnb_nested_quant"),
+    "bnb_4bit_quant_type": composed("model.lora.base_bits", default="nf4"),
+    "use_bnb_nested_quant": composed("model.lora.base_bits", default=False),
+    "bnb_4bit_compute_dtype": no_meaning("products are computed in model.dtype", "model.dtype"),
+    **several(no_meaning(QUANTISED), "bnb_4bit_*", "llm_int8_*"),
     **several(advice(PRECISION), "quantization_config"),
     # RLMT's scripts.
     "use_load_from_disk": no_meaning("folders of save_to_disk are read as they are"),
@@ -142,6 +146,8 @@ ALIASES = {
     "max_seq_length": "max_length", "torch_dtype": "dtype", "lora_config.r": "lora_r", "lora_config.lora_alpha": "lora_alpha",
     "lora_config.lora_dropout": "lora_dropout", "lora_config.target_modules": "lora_target_modules",
         "lora_config.task_type": "lora_task_type",
+    "quantization_config.": "", "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
+    "quantization_config.bnb_4bit_use_double_quant": "use_bnb_nested_quant",
     "lora_config.use_rslora": "use_rslora", "lora_config.use_dora": "use_dora",
         "lora_config.modules_to_save": "lora_modules_to_save",
 

@@ -438,6 +438,68 @@ def test_llamafactory_trains_a_lora_by_default(converted):
     assert "template" in keys_under(result, NEEDS_YOU)
 
 
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        ("trl sft --model_name_or_path m --dataset_name d --use_peft true --load_in_4bit true --bnb_4bit_quant_type nf4", 4),
+        ("trl dpo --model_name_or_path m --dataset_name d --use_peft true --load_in_8bit true --lora_dropout 0.1", 8),
+        ("llamafactory-cli train stage=sft model_name_or_path=m dataset=d quantization_bit=4 lora_dropout=0.05", 4),
+        ("llamafactory-cli train stage=sft model_name_or_path=m dataset=d quantization_bit=8 quantization_method=bnb", 8),
+        ("deepspeed --module openrlhf.cli.train_sft --pretrain m --dataset d --lora_rank 8 --load_in_4bit --lora_dropout 0.1", 4),
+    ],
+)
+def test_qlora_is_a_base_in_few_bits(converted, text, bits):
+    result, recipe = converted(text)
+    assert (recipe["model.lora.base_bits"], recipe["model.lora.dropout"]) == (bits, 0.0)
+    assert not {key for key in keys_under(result, NEEDS_YOU) if "quant" in key or "load_in" in key}
+    dropped = [line.text for line in result.under(NO_MEANING) if "model.lora.dropout is 0 instead of 0." in line.text]
+    assert len(dropped) == ("dropout" in text or "trl" in text), "TRL's default is 0.05"
+
+
+def test_kinds_of_quantisation_that_differ_are_named(converted):
+    trl = "trl sft --model_name_or_path m --dataset_name d --use_peft true --load_in_4bit true"
+    result, recipe = converted(f"{trl} --bnb_4bit_quant_type fp4 --use_bnb_nested_quant true --bnb_4bit_quant_storage uint8")
+    assert recipe["model.lora.base_bits"] == 4
+    assert "bnb_4bit_quant_type: the 4 bits of model.lora.base_bits are NF4" in needs(result)
+    reasons = {line.key: line.text for line in result.under(NO_MEANING)}
+    assert "instead of 0.016" in reasons["use_bnb_nested_quant"]
+    assert "the only setting" in reasons["bnb_4bit_quant_storage"]
+    result, _ = converted(
+        "stage: sft\nmodel_name_or_path: m\ndataset: d\nquantization_bit: 3\nquantization_method: hqq\n", "a.yaml"
+    )
+    assert {"quantization_bit", "quantization_method"} <= keys_under(result, NEEDS_YOU)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "trl sft --model_name_or_path m --dataset_name d --load_in_4bit true --bnb_4bit_quant_type nf4",
+        "llamafactory-cli train stage=sft model_name_or_path=m dataset=d finetuning_type=full quantization_bit=4",
+        "deepspeed --module openrlhf.cli.train_sft --pretrain m --dataset d --load_in_4bit",
+    ],
+)
+def test_a_quantised_base_without_lora_needs_you(converted, text):
+    result, recipe = converted(text)
+    assert not any(setting.startswith("model.lora.") for setting in recipe)
+    assert "weights are trained in float32 or bfloat16" in needs(result)
+    assert not [line.text for line in result.lines if "quantisation is off" in line.text]
+
+
+def test_a_script_with_bitsandbytes(converted):
+    script = """
+from trl import SFTConfig, SFTTrainer
+model = AutoModelForCausalLM.from_pretrained("m", quantization_config=BitsAndBytesConfig(
+    load_in_4bit=True, {kind}bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16))
+trainer = SFTTrainer(model="m", train_dataset="d", peft_config=LoraConfig(r=4, lora_dropout=0.1), args=SFTConfig(output_dir="o"))
+"""
+    for kind, is_named in (("", True), ("bnb_4bit_quant_type='nf4', ", False)):
+        result, recipe = converted(script.replace("{kind}", kind), "train.py")
+        assert (recipe["model.lora.base_bits"], recipe["model.lora.dropout"]) == (4, 0.0)
+        assert ("FP4 unless it says nf4" in needs(result)) == is_named
+        assert "quantization_config.bnb_4bit_compute_dtype" in keys_under(result, NO_MEANING)
+        assert "unknown key" not in needs(result)
+
+
 def test_the_last_batch_of_transformers(converted):
     for flags, expected in (("", "keep"), ("--dataloader_drop_last false", "keep"), ("--dataloader_drop_last true", "drop")):
         result, recipe = converted(f"trl sft --model_name_or_path m --dataset_name d {flags}")
