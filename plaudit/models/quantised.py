@@ -124,6 +124,10 @@ class Scratch:
                 self._memory = torch.empty(self._elements, dtype=dtype, device=device)
         return self._memory[: rows * columns].view(rows, columns)
 
+    def free(self) -> None:
+        """Until it is needed again. Not while CUDA graphs refer to it."""
+        self._memory = None
+
 
 class QuantisedLinear(nn.Linear):
     """A linear layer that is never trained."""
@@ -192,6 +196,12 @@ def round_linears(layer: nn.Module, bits: Bits) -> None:
     for module in layer.modules():
         if type(module) is nn.Linear:
             dequantise_into(module.weight, *quantise(module.weight, bits))
+
+
+def free_scratch(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, QuantisedLinear):
+            module.scratch.free()
 
 
 def is_quantised(model: nn.Module) -> bool:

@@ -17,6 +17,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from plaudit.models.quantised import free_scratch
+
 Model = TypeVar("Model", bound=nn.Module)
 ALIGNED = 512  # bytes: fast copies start at multiples of this
 PAGE = 4096
@@ -176,9 +178,8 @@ class OffloadedModule:
     """A trained module that is on its device only inside `on_device()`. Its optimiser's state is offloaded separately."""
 
     def __init__(self, module: nn.Module, device: torch.device):
-        self._device, self._copies = device, HostCopies(module)
-        self._copies.to_host()
-        release_memory()
+        self._module, self._device, self._copies = module, device, HostCopies(module)
+        self._leave()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -187,8 +188,12 @@ class OffloadedModule:
             yield
         finally:
             self._copies.update()
-            self._copies.to_host()
-            release_memory()
+            self._leave()
+
+    def _leave(self) -> None:
+        self._copies.to_host()
+        free_scratch(self._module)  # no CUDA graph refers to a trained module's that leaves its device
+        release_memory()
 
 
 def has_device_memory(device: torch.device) -> bool:

@@ -20,6 +20,7 @@ from plaudit.models.lora import iter_base_weights, iter_merged_weights
 from plaudit.models.merged import drop_merged, has_merged
 from plaudit.models.quantised import QuantisedLinear, Scratch, dequantise_into, quantise
 from plaudit.models.trainable import TrainableModel, load_policy
+from plaudit.models.weights import OffloadedModule
 from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.rollout.engine import Request, Sampling, Weights
 from plaudit.rollout.native.decoder import FusedDecoder
@@ -337,3 +338,16 @@ def test_models_and_settings_without_a_way_are_refused(tiny_models, monkeypatch)
     monkeypatch.setattr("plaudit.models.fused.is_supported_family", lambda model: False)
     with pytest.raises(RecipeError, match=r"lora\.base_bits is for Llama, .* not for LlamaForCausalLM: remove it"):
         load(tiny_models["llama"])
+
+
+def test_an_offloaded_model_leaves_no_scratch_memory(tiny_models):
+    policy = load(tiny_models["qwen2"])
+    offloaded = OffloadedModule(policy.model, CPU)
+    scratch = next(m.scratch for m in policy.model.modules() if isinstance(m, QuantisedLinear))
+    found = []
+    for _ in range(2):
+        with offloaded.on_device(), torch.no_grad():
+            found.append(target_logprobs(policy.model, batch_of(16)).logprobs_N)
+            assert scratch._memory is not None
+        assert scratch._memory is None
+    assert torch.equal(*found)
