@@ -12,8 +12,9 @@ from plaudit.data.conversations import Source, read_conversations, read_prompts,
 from plaudit.data.pairs import read_pairs
 from plaudit.errors import PlauditError, RecipeError, did_you_mean, nearest_path
 from plaudit.hub import looks_local, model_folder
-from plaudit.lora_folder import is_lora_folder, read_lora_folder
+from plaudit.lora_folder import is_lora_folder, read_lora_folder, with_weights
 from plaudit.model_files import require_config
+from plaudit.models.quantisable import find_obstacle, refusal
 from plaudit.output_folder import require_run_folder
 from plaudit.recipe import (
     DPORecipe,
@@ -28,6 +29,7 @@ from plaudit.recipe import (
     ScoreRecipe,
     SFTDataSettings,
     SFTRecipe,
+    quantised_bases,
 )
 from plaudit.recipe.reward_models import RewardModel
 from plaudit.recipe.rewards import OF_MODEL, nested_rewards
@@ -56,7 +58,10 @@ def check_files(loaded: LoadedRecipe) -> tuple[LoadedRecipe, dict[str, list[Sour
     def find_sources(recipe: Recipe) -> None:
         sources.update(_sources(recipe))
 
-    for check in (require_reward_files, find_sources, _require_policy, _require_reference, _require_engine, _require_run_folder):
+    for check in (
+        require_reward_files, find_sources, _require_policy, _require_quantisable, _require_reference, _require_engine,
+        _require_run_folder,
+    ):  # fmt: skip
         try:
             check(recipe)
         except PlauditError as error:
@@ -87,6 +92,22 @@ def _require_policy(recipe: Recipe) -> None:
     _require_complete_base(recipe.model)
     if recipe.stage != "reward-model":
         require_causal_model(recipe.model.path, "model.path", f"`plaudit {recipe.stage}` trains a model that generates text")
+
+
+def _require_quantisable(recipe: Recipe) -> None:
+    """lora.base_bits, of the policy and the critic."""
+    if isinstance(recipe, ScoreRecipe):
+        return
+    for section, model in quantised_bases(recipe).items():
+        if recipe.cluster.sharding == "full":
+            raise RecipeError(f"cluster.sharding: full cannot divide a base with {section}.lora.base_bits: set it to optimiser")
+        try:
+            config = require_config(model_folder(with_weights(model.path), weights=False))
+        except PlauditError:
+            continue  # reported by another check
+        own_code = model.trust_remote_code and any(name.startswith("AutoModel") for name in config.get("auto_map") or {})
+        if obstacle := find_obstacle(config, own_code=own_code):
+            raise RecipeError(refusal(model.path, section, obstacle))
 
 
 def _require_reference(recipe: Recipe) -> None:

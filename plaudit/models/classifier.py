@@ -77,7 +77,7 @@ def load_classifier(
     head.float()
     if not has_head:
         _init_head(head, recipe.path, seed, head_std)
-    quantise_base(model.get_decoder(), recipe.lora, device)
+    quantise_base(model.get_decoder(), recipe.lora, device, section=section)
     model = model.to(device)
     fit_threads(model.config, device)
     prepare_layers(model.get_decoder(), liger=recipe.liger)
@@ -85,7 +85,7 @@ def load_classifier(
     verify_shared(model.get_decoder())
     peft = attach_lora(model, recipe.lora, seed, head=HEAD, section=section) if recipe.lora is not None else None
     if peft is not None:
-        merge_adapters(model.get_decoder())
+        merge_adapters(model.get_decoder(), section=section)
     checkpoint_layers(model, recipe)
     model.train()
     return TrainableModel(model, template, recipe.lora, peft)

@@ -33,6 +33,7 @@ from plaudit.models.merged import (
     use_merged_modules,
 )
 from plaudit.models.products import fused_view, fused_weight_and_bias, product, summed_product
+from plaudit.models.quantisable import find_obstacle, refusal
 from plaudit.models.quantised import Scratch, is_quantised, quantise_linears
 from plaudit.models.residual import has_fp32_residual, is_supported_family, keep_residual_fp32
 from plaudit.recipe import LoraSettings
@@ -58,10 +59,10 @@ def fuse_layers(model: PreTrainedModel) -> None:
     decoder.norm.__class__ = _with(_FusedNorm, type(decoder.norm))
 
 
-def merge_adapters(model: PreTrainedModel) -> None:
+def merge_adapters(model: PreTrainedModel, *, section: str = "model") -> None:
     """Compute a model's adapters with merged weights: in its fused layers, or on a CPU in those of a family that could be fused.
-    A quantised base has no other way."""
-    if has_merged(model) or not _has_known_layers(model):
+    A quantised base has no other way. `section`: of the recipe, which describes the model."""
+    if has_merged(model) or not has_known_layers(model):
         return
     fused, quantised = all(isinstance(layer, _FusedLayer) for layer in model.get_decoder().layers), is_quantised(model)  # pyright: ignore
     if fused or quantised or model.device.type == "cpu":
@@ -70,20 +71,19 @@ def merge_adapters(model: PreTrainedModel) -> None:
             use_merged_modules(model)
         if quantised and not merges:
             raise RecipeError(
-                f"{model.name_or_path}: with lora.base_bits, only linear layers of the decoder can be adapted: set lora.targets to "
-                "all-linear, or remove lora.base_bits"
+                f"{model.name_or_path}: with {section}.lora.base_bits, only linear layers of the decoder can be adapted: set "
+                f"{section}.lora.targets to all-linear, or remove base_bits"
             )
 
 
-def quantise_base(model: PreTrainedModel, lora: LoraSettings | None, device: torch.device) -> None:
-    """As the recipe says: the linear layers of a model that is in host memory, which get to their device one by one."""
+def quantise_base(model: PreTrainedModel, lora: LoraSettings | None, device: torch.device, *, section: str = "model") -> None:
+    """As the recipe's `section` says: the linear layers of a model that is in host memory, which get to their device one by one."""
     if lora is None or lora.base_bits is None:
         return
-    if not _has_known_layers(model):
-        raise RecipeError(
-            f"{model.name_or_path}: lora.base_bits is for Llama, Mistral, Qwen2 and Qwen3 models, and not for "
-            f"{type(model).__name__}: remove it"
-        )
+    if not has_known_layers(model):
+        own_code = type(model).__module__.split(".")[0] != "transformers"
+        obstacle = find_obstacle(model.config.to_dict(), own_code=own_code) or f"this one is a {type(model).__name__}"
+        raise RecipeError(refusal(str(model.name_or_path), section, obstacle))
     scratch = Scratch()
     for layer in own_layers(model.get_decoder()):
         quantise_linears(layer, lora.base_bits, scratch, device)
@@ -91,14 +91,15 @@ def quantise_base(model: PreTrainedModel, lora: LoraSettings | None, device: tor
 
 def can_fuse(model: PreTrainedModel) -> bool:
     """Whether all modules are of a supported kind and none has been replaced."""
-    if not _has_known_layers(model):
+    if not has_known_layers(model):
         return False
     if has_merged(model):
         return True
     return all(type(m) in PLAIN_LINEARS for m in model.get_decoder().modules() if hasattr(m, "in_features"))
 
 
-def _has_known_layers(model: PreTrainedModel) -> bool:
+def has_known_layers(model: PreTrainedModel) -> bool:
+    """Those that fused layers, merged weights and a quantised base are written for."""
     return is_supported_family(model) and model.config.hidden_act == "silu"
 
 

@@ -150,9 +150,9 @@ def plan_memory(
     half = resolve_dtype(recipe.dtype, device) == torch.bfloat16
     size = 2 if half else 4
     fused = half and device.type == "cuda" and counts.can_be_fused and not recipe.liger
-    can_merge = counts.merged > 0 and (fused or (device.type == "cpu" and counts.can_be_fused))
+    can_merge = counts.merged > 0 and (fused or device.type == "cpu")
     merged = can_merge and recipe.lora is not None and not recipe.lora.dropout and sharding != "full"
-    bits = recipe.lora.base_bits if recipe.lora is not None and counts.can_be_fused else None
+    bits = recipe.lora.base_bits if recipe.lora is not None and counts.linears else None
     on_kernels = recipe.liger or (fused and (merged or not recipe.lora))
     has_masters = half and not recipe.lora and sharding != "full"
     state = trained * (12 if has_masters else 8) / (1 if sharding == "none" else processes)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from plaudit.errors import RecipeError
-from plaudit.models.fused import can_train_fused, linears_by_input
+from plaudit.models.fused import can_train_fused, has_known_layers, linears_by_input
 from plaudit.recipe import LoraSettings, ModelSettings
 
 
@@ -31,7 +31,7 @@ class ParameterCounts(NamedTuple):
     merged: int
     """Weights that have a merged copy if adapters are merged: those of adapted linear layers, and of others over the same input."""
     linears: int
-    """Weights of all linear layers of the decoder's layers; 0 unless they can be fused."""
+    """Weights of all linear layers of the decoder's layers; 0 unless they can be quantised."""
     largest_product: int
     """Of these, those over the same input."""
 
@@ -58,7 +58,7 @@ def count_for_training(config: PretrainedConfig, recipe: ModelSettings, *, scala
         trainable = rank * sum(m.in_features + m.out_features for m in adapted) if recipe.lora else sum(sizes)
         layer = max(layers, default=0)
         can_be_fused = can_train_fused(model.get_decoder())  # a classifier's decoder is fused like that of any other model
-        products = _products(model.get_decoder()) if can_be_fused else []
+        products = _products(model.get_decoder()) if has_known_layers(model.get_decoder()) else []
         product_sizes = [sum(m.weight.numel() for m in modules) for modules in products]
         _KNOWN[key] = ParameterCounts(
             parameters=sum(sizes),

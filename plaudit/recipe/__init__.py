@@ -50,7 +50,7 @@ __all__ = [
     "RLReferenceSettings", "RLRunSettings", "RLTrainSettings", "Recipe", "ReferenceSettings", "RewardModelDataSettings",
     "RewardModelLossSettings", "RewardModelRecipe", "RewardSettings", "RewardedRecipe", "RolloutSettings", "RunSettings",
     "SFTDataSettings", "SFTRecipe", "SFTTrainSettings", "SampleSettings", "ScoreRecipe", "Section", "TrainingRecipe",
-    "ValidationSettings", "View",
+    "ValidationSettings", "View", "quantised_bases",
 ]  # fmt: skip
 
 PreferenceRecipe = DPORecipe | RewardModelRecipe
@@ -66,3 +66,11 @@ STAGES: dict[str, type[Recipe]] = {
     "rl": RLRecipe,
     "score": ScoreRecipe,
 }
+
+
+def quantised_bases(recipe: TrainingRecipe) -> dict[str, ModelSettings]:
+    """The models that are trained on a base in 8 or 4 bits (lora.base_bits), by their section."""
+    models = {"model": recipe.model}
+    if isinstance(recipe, RLRecipe) and recipe.critic is not None and not recipe.critic.shared:
+        models["critic"] = recipe.critic.model(recipe.model)
+    return {name: model for name, model in models.items() if model.lora is not None and model.lora.base_bits is not None}

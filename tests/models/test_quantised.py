@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +15,13 @@ from safetensors.torch import load_file
 from plaudit.data.pack import pack
 from plaudit.data.templates import load_template, load_tokenizer
 from plaudit.errors import RecipeError
+from plaudit.inputs import load_checked
 from plaudit.loops.merge import merge_adapter
 from plaudit.lora_folder import read_lora_folder
 from plaudit.models.classifier import load_classifier
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.lora import iter_base_weights, iter_merged_weights
+from plaudit.models.memory import plan_memory
 from plaudit.models.merged import drop_merged, has_merged
 from plaudit.models.quantised import QuantisedLinear, Scratch, dequantise_into, quantise
 from plaudit.models.trainable import TrainableModel, load_policy
@@ -27,6 +32,7 @@ from plaudit.rollout.native.decoder import FusedDecoder
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.train.saved_state import given_tensors
 from plaudit.types import Example
+from support.recipes import rl_recipe, sft_recipe, write_recipe
 from support.training import make_trainer, nll_of, rows_of
 
 CPU = torch.device("cpu")
@@ -330,14 +336,68 @@ def test_one_place_for_all_matrices():
     assert first.data_ptr() == second.data_ptr() == scratch.matrix(1, 2, torch.float32, CPU).data_ptr()
 
 
-def test_models_and_settings_without_a_way_are_refused(tiny_models, monkeypatch):
+def test_settings_without_a_way_are_refused(tiny_models):
     with pytest.raises(ValueError, match=r"base_bits merges the adapters .* dropout rules out"):
         LoraSettings(base_bits=4, dropout=0.1)
-    with pytest.raises(RecipeError, match="only linear layers of the decoder can be adapted"):
+    message = r"with model\.lora\.base_bits, only linear layers of the decoder can be adapted: set model\.lora\.targets to"
+    with pytest.raises(RecipeError, match=message):
         load(tiny_models["llama"], targets=("q_proj", "embed_tokens"))
-    monkeypatch.setattr("plaudit.models.fused.is_supported_family", lambda model: False)
-    with pytest.raises(RecipeError, match=r"lora\.base_bits is for Llama, .* not for LlamaForCausalLM: remove it"):
-        load(tiny_models["llama"])
+
+
+def changed(source: Path, folder: Path, **config: Any) -> Path:
+    shutil.copytree(source, folder)
+    (folder / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "trusted", "reason"),
+    [
+        ({"hidden_act": "gelu"}, False, "this one computes gelu"),
+        ({"model_type": "gemma"}, False, "this one is a gemma model"),
+        ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, True, "this one comes with code of its own"),
+    ],
+)
+def test_models_without_a_way_are_refused_before_anything_is_loaded(tiny_model, rows_file, tmp_path, config, trusted, reason):
+    """With the same message when they are loaded; of a critic, with its section."""
+    model = changed(tiny_model, tmp_path / "model", **config)
+    settings = {"lora": {"base_bits": 4}, "trust_remote_code": trusted}
+    file = write_recipe(tmp_path / "r.yaml", {"stage": "sft", **sft_recipe(model, rows_file, tmp_path / "run", model=settings)})
+    families = "Llama, Mistral, Qwen2 and Qwen3 models, whose MLPs compute SiLU"
+    expected = re.escape(f"{model}: model.lora.base_bits is for {families}, and {reason}. Remove it")
+    for stage in ("sft", None):  # training, and the doctor
+        with pytest.raises(RecipeError, match=expected):
+            load_checked(file, None, stage)
+    if "hidden_act" in config:
+        with pytest.raises(RecipeError, match=expected):
+            load(model)
+        critic, template = (
+            ModelSettings(path=str(model), lora=LoraSettings(base_bits=4)),
+            load_template(load_tokenizer(str(model)), None),
+        )
+        with pytest.raises(RecipeError, match=r"critic\.lora\.base_bits is for .* this one computes gelu"):
+            load_classifier(critic, template, CPU, section="critic")
+
+
+def test_a_critic_and_sharded_weights_are_refused_as_early(tiny_model, prompts_file, reward_file, tmp_path):
+    other = changed(tiny_model, tmp_path / "model", hidden_act="gelu")
+    tree = rl_recipe(tiny_model, prompts_file, tmp_path / "run", reward_file)
+    tree |= {"stage": "rl", "algorithm": {"kind": "ppo"}, "critic": {"path": str(other), "lora": {"base_bits": 8}}}
+    file = write_recipe(tmp_path / "r.yaml", tree)
+    with pytest.raises(RecipeError, match=r"model: critic\.lora\.base_bits is for .* this one computes gelu"):
+        load_checked(file, None, "rl")
+    overrides = [f"critic.path={tiny_model}", "cluster.gpus=2"]
+    load_checked(file, overrides, "rl")
+    with pytest.raises(RecipeError, match=r"cluster\.sharding: full cannot divide a base with critic\.lora\.base_bits"):
+        load_checked(file, [*overrides, "cluster.sharding=full"], "rl")
+
+
+def test_attention_dropout_rules_nothing_out(tiny_model, tmp_path):
+    """Its layers are not fused, and are computed module by module. The plan knows."""
+    model = changed(tiny_model, tmp_path / "model", attention_dropout=0.1)
+    policy = load(model)
+    assert has_merged(policy.model)
+    assert plan_memory(ModelSettings(path=str(model), lora=policy.lora), CPU, micro_batch=64).base_bits == 4
 
 
 def test_an_offloaded_model_leaves_no_scratch_memory(tiny_models):
