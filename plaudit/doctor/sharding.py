@@ -14,8 +14,8 @@ from plaudit.doctor.findings import Finding
 from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.folder import context_tokens, read_config
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, MemoryPlan, Phase, Sharding, gigabytes
-from plaudit.recipe import Recipe, ScoreRecipe, TrainingRecipe
-from plaudit.train.auto import resolve_auto, resolve_sharding
+from plaudit.recipe import Recipe, ScoreRecipe, TrainingRecipe, quantised_bases
+from plaudit.train.auto import resolve_auto, resolve_sharding, why_not_full
 from plaudit.train.limits import MOST_TOKENS, largest_model, longest_sequence
 from plaudit.train.memory_plan import Lengths, plan_devices, plan_policy, update_tokens
 from plaudit.train.memory_savers import advise, memory_savers
@@ -117,6 +117,8 @@ HEADER = [
 def plan_shardings(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> list[Row]:
     kind, rows = processes.device(recipe.run.device).type, []
     for sharding in get_args(Sharding):
+        if sharding == "full" and quantised_bases(recipe):
+            continue
         here = replace(processes, sharding=sharding)
         resolved = resolve_auto(recipe, lengths, lambda line: None, here)
         plan, budget = plan_policy(resolved, lengths, here), plan_devices(resolved, lengths, here)[kind]
@@ -139,7 +141,7 @@ def check_sharding(recipe: TrainingRecipe, lengths: Lengths, processes: Processe
     elif fitting:
         yield "✗" if row.verdict == "no" else "!", f"{text}. It fits with cluster.sharding={fitting[0]}"
     else:
-        mark = "✗" if row.verdict == "no" else "!"
+        mark, text = "✗" if row.verdict == "no" else "!", text + why_not_full(recipe)
         resolved = resolve_auto(recipe, lengths, lambda line: None, replace(processes, sharding=chosen))
         on_gpu = processes.device(recipe.run.device).type == "cuda"
         savers = memory_savers(resolved, longest=update_tokens(recipe, lengths).longest, on_gpu=on_gpu)

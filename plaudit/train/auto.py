@@ -13,7 +13,7 @@ from plaudit.errors import RecipeError
 from plaudit.models.devices import resolve_device
 from plaudit.models.folder import read_config
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, Sharding, gigabytes, widest_activation
-from plaudit.recipe import LoraSettings, RewardModelRecipe, RLRecipe, TrainingRecipe
+from plaudit.recipe import RewardModelRecipe, RLRecipe, TrainingRecipe, quantised_bases
 from plaudit.recipe.training import USUAL_MICRO_BATCH
 from plaudit.report.progress import print_line
 from plaudit.train.memory_plan import (
@@ -79,17 +79,23 @@ def choose_sharding(recipe: TrainingRecipe, lengths: Lengths, size: int, memory:
     return resolve_sharding(recipe, lengths, Processes(size, memory=memory))
 
 
-def agreed_sharding(recipe: TrainingRecipe, lengths: Lengths, world: World) -> Sharding:
+def agreed_sharding(recipe: TrainingRecipe, lengths: Lengths, world: World, report: Report = print_line) -> Sharding:
     """What the processes of a world divide: the same in all of them, even if their devices differ."""
-    return world.agree(choose_sharding(recipe, lengths, world.size), "what to divide") if world.is_joined else "none"
+    if not world.is_joined:
+        return "none"
+    sharding: Sharding = world.agree(choose_sharding(recipe, lengths, world.size), "what to divide")
+    reason = why_not_full(recipe) if recipe.cluster.sharding == "auto" else ""
+    with suppress(Exception):  # as below
+        if reason and not fits(recipe, lengths, Processes(world.size, sharding)):
+            report(f"cluster.sharding: {sharding}, with which training may take too much memory{reason}")
+    return sharding
 
 
 def resolve_sharding(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> Sharding:
     """`auto`: the optimiser's state if that is enough, else the weights too, which costs time in every pass."""
     if processes.size == 1:
         return "none"
-    has_bits = (name for name, lora in _loras(recipe) if lora is not None and lora.base_bits is not None)
-    if (quantised := next(has_bits, None)) and recipe.cluster.sharding in ("auto", "full"):
+    if (quantised := next(iter(quantised_bases(recipe)), None)) and recipe.cluster.sharding in ("auto", "full"):
         if recipe.cluster.sharding == "full":
             raise RecipeError(f"cluster.sharding: full cannot divide a base with {quantised}.lora.base_bits: set it to optimiser")
         return "optimiser"
@@ -98,9 +104,10 @@ def resolve_sharding(recipe: TrainingRecipe, lengths: Lengths, processes: Proces
     return "optimiser" if fits(recipe, lengths, replace(processes, sharding="optimiser")) else "full"
 
 
-def _loras(recipe: TrainingRecipe) -> list[tuple[str, LoraSettings | None]]:
-    critic = recipe.critic if isinstance(recipe, RLRecipe) else None
-    return [("model", recipe.model.lora), ("critic", critic.lora if critic is not None else None)]
+def why_not_full(recipe: TrainingRecipe) -> str:
+    """What keeps weights from being divided, to append to a sentence; empty if nothing does."""
+    settings = " and ".join(f"{section}.lora.base_bits" for section in quantised_bases(recipe))
+    return f"; full, which divides all weights, cannot divide a base with {settings}" if settings else ""
 
 
 def fits(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> bool:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from contextlib import suppress
 
+from plaudit.models.folder import read_config
+from plaudit.models.parameter_counts import count_for_training
 from plaudit.recipe import ModelSettings, RewardModelRecipe, TrainingRecipe
 from plaudit.train.memory_plan import plan_policy
 
@@ -22,14 +24,26 @@ def memory_savers(recipe: TrainingRecipe, *, longest: int = 0, on_gpu: bool = Tr
         savers.append("set model.gradient_checkpointing=true")
     if on_gpu and recipe.optim.placement == "resident":
         savers.append("set optim.placement=offload")
-    return [*savers, smaller_weights(recipe.model)]
+    return [*savers, smaller_weights(recipe)]
 
 
-def smaller_weights(model: ModelSettings) -> str:
+def smaller_weights(recipe: TrainingRecipe) -> str:
     """What would take less memory for weights and optimiser than this."""
+    model = recipe.model
     if model.lora is None:
         return "use model.lora"
-    return "set model.lora.base_bits=4" if model.lora.base_bits is None else "choose a smaller model"
+    if model.lora.base_bits != 4 and _can_be_quantised(recipe, model):
+        return "set model.lora.base_bits=4"
+    return "choose a smaller model"
+
+
+def _can_be_quantised(recipe: TrainingRecipe, model: ModelSettings) -> bool:
+    if model.liger or recipe.cluster.sharding == "full" or model.lora is None or model.lora.dropout:
+        return False
+    with suppress(Exception):
+        config = read_config(model.path, trust_remote_code=model.trust_remote_code)
+        return count_for_training(config, model, scalar=isinstance(recipe, RewardModelRecipe)).merged > 0
+    return False
 
 
 def advise(savers: Sequence[str]) -> str:

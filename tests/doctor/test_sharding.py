@@ -63,6 +63,17 @@ def test_what_does_not_fit_is_reported_with_what_would(plaudit, tmp_path, tiny_m
     assert "✓ memory cpu: at most" in text, "the host is another machine's: what it must have is reported, not compared"
 
 
+def test_weights_are_not_divided_around_a_quantised_base(plaudit, tmp_path, tiny_model, prompts_file, reward_file):
+    """Of a critic, say: nothing else would explain why the policy's weights are not divided."""
+    tree = rl_recipe(tiny_model, prompts_file, tmp_path / "run", reward_file, run={"device": "auto"})
+    tree |= {"algorithm": {"kind": "ppo"}, "critic": {"lora": {"rank": 4, "base_bits": 4}}}
+    file = write_recipe(tmp_path / "rl.yaml", {"stage": "rl", **tree})
+    code, out, _ = plaudit("doctor", file, "cluster.gpus=2", "--gpu-memory", "1")
+    assert code == 1
+    assert "full, which divides all weights, cannot divide a base with critic.lora.base_bits. Lower" in " ".join(out.split())
+    assert set(tables(out)) == {"none", "optimiser"}
+
+
 def test_processes_on_this_machine(plaudit, sft_file):
     code, out, _ = plaudit("doctor", sft_file, "cluster.gpus=2", "run.device=cpu", "cluster.sharding=full")
     assert code == 0, out

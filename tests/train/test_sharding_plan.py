@@ -1,7 +1,11 @@
 """Memory of each of several processes, by what they divide among themselves."""
 
+import json
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +16,9 @@ from plaudit.config import load as load_recipe
 from plaudit.models.memory import CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT, PHASES, MemoryPlan, plan_memory
 from plaudit.recipe import ModelSettings
 from plaudit.train import processes
-from plaudit.train.auto import choose_sharding, fits, resolve_checkpointing
+from plaudit.train.auto import agreed_sharding, choose_sharding, fits, resolve_checkpointing
 from plaudit.train.memory_plan import plan_devices
+from plaudit.train.memory_savers import smaller_weights
 from plaudit.train.processes import Processes
 from support.recipes import rl_recipe, sft_recipe, write_recipe
 
@@ -189,6 +194,35 @@ def test_auto_shards_weights_only_if_it_must(sft):
         asked = recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update={"sharding": chosen})})
         assert choose_sharding(asked, lengths, 4, 1.0) == chosen, "no setting is overruled"
         assert choose_sharding(asked, lengths, 1) == "none", "one process has nothing to divide"
+
+
+def test_what_keeps_weights_from_being_divided_is_named_if_nothing_else_fits(sft):
+    recipe, said = sft(model={"lora": {"rank": 4, "base_bits": 4}}, cluster={"gpus": 4}), []
+    world: Any = SimpleNamespace(is_joined=True, size=4, agree=lambda value, what: value)
+    assert agreed_sharding(recipe, [100], world, said.append) == "optimiser"
+    assert not said, "it fits"
+    assert agreed_sharding(recipe, [10**9], world, said.append) == "optimiser"
+    assert said == [
+        "cluster.sharding: optimiser, with which training may take too much memory; full, which divides all weights, cannot divide "
+        "a base with model.lora.base_bits"
+    ]
+
+
+def test_a_quantised_base_is_suggested_only_where_there_is_a_way(sft, tmp_path):
+    def suggested(lora: dict[str, Any], **sections: Any) -> str:
+        model = sections.pop("model", {})
+        return smaller_weights(sft(model={"lora": lora, **model}, **sections))
+
+    assert suggested({}) == suggested({"base_bits": 8}) == "set model.lora.base_bits=4"
+    assert suggested({"base_bits": 4}) == "choose a smaller model"
+    assert suggested({"dropout": 0.1}) == suggested({}, model={"liger": True}) == "choose a smaller model"
+    assert suggested({"targets": ["q_proj", "embed_tokens"]}) == "choose a smaller model"
+    assert suggested({}, cluster={"sharding": "full"}) == "choose a smaller model"
+    model = Path(sft().model.path)
+    other = json.loads((model / "config.json").read_text()) | {"hidden_act": "gelu"}
+    shutil.copytree(model, tmp_path / "other")
+    (tmp_path / "other/config.json").write_text(json.dumps(other))
+    assert suggested({}, model={"path": str(tmp_path / "other")}) == "choose a smaller model"
 
 
 def test_layers_are_checkpointed_before_weights_are_sharded(sft):
