@@ -4,6 +4,7 @@
     python bench/gpu_rollout.py --sections grid,mix --engines native --models 0.5B,1.5B --out DIR
     python bench/gpu_rollout.py --sections sweep --missing --out DIR       # only what DIR lacks
     python bench/gpu_rollout.py --report --out DIR                         # tables and plot again, without a GPU
+    python bench/gpu_rollout.py --sections grid --models 7B --alternate --runs 5   # both engines loaded, their runs in turn
     python bench/gpu_rollout.py --sections check                           # correctness of the native engine
     python bench/gpu_rollout.py --device cpu --tiny --out DIR              # smoke test; its numbers mean nothing
 
@@ -48,19 +49,22 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from rollout_cpu import PROMPTS, VLLM_EAGER
 from rollout_tables import NAMES, draw, line_of, tables
-from rollout_work import FOLDER_OF, FULL, TINY, Work, keys_of
+from rollout_work import ENGINES, FAILED, FOLDER_OF, FULL, TINY, Work, keys_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SECTIONS = ("grid", "mix", "sweep", "mismatch", "cycles", "step", "start")
 CHECKED = "tiny"  # model name of `check`
 VLLM_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+VLLM_SHARE = 0.5  # of the GPU's memory when both engines are loaded: room for all sequences of 7B several times over
 LINGER_S = 30  # for a process to exit after its last measurement
 
 
@@ -75,20 +79,23 @@ class Results:
             kind = "of --tiny" if found["tiny"] else "without --tiny"
             sys.exit(f"{self.file} holds results {kind}; choose another --out")
         self.entries: dict[str, dict] = found["entries"]
+        self.lock = threading.Lock()
 
     def add(self, entry: dict) -> None:
-        self.entries[entry["key"]] = {**entry, "when": time.strftime("%Y-%m-%d %H:%M:%S")}
-        self._write()
+        with self.lock:
+            self.entries[entry["key"]] = {**entry, "when": time.strftime("%Y-%m-%d %H:%M:%S")}
+            self._write()
         print(f"  {line_of(self.entries[entry['key']])}", flush=True)
 
     def failed(self, sections: list[str], engine: str, model: str, cause: str | None) -> None:
         """Remember that these could not be measured, or (no cause) that they now could."""
-        for section in sections:
-            key = f"failed/{section}/{engine}/{model}"
-            self.entries.pop(key, None)
-            if cause:
-                self.entries[key] = {"key": key, "section": "failed", "cause": cause}
-        self._write()
+        with self.lock:
+            for section in sections:
+                key = f"failed/{section}/{engine}/{model}"
+                self.entries.pop(key, None)
+                if cause:
+                    self.entries[key] = {"key": key, "section": "failed", "cause": cause}
+            self._write()
 
     def forget(self, section: str) -> None:
         self.entries = {key: entry for key, entry in self.entries.items() if entry["section"] != section}
@@ -177,6 +184,23 @@ def measure(args: argparse.Namespace, results: Results, engine: str, model: str,
     results.failed(sections, engine, model, failure)
     print(f"  {f'FAILED: {failure}' if failure else 'done'}, {time.monotonic() - began:.0f} s", flush=True)
     return failure
+
+
+def alternate(args: argparse.Namespace, results: Results, model: str) -> None:
+    """`grid` of both engines, each in its process with the model loaded, run by run in turn. vLLM starts first: it measures how
+    much memory its own start takes, and fails if another process takes some meanwhile."""
+    with tempfile.TemporaryDirectory() as turns, ThreadPoolExecutor(len(ENGINES)) as pool:
+
+        def one(engine: str) -> None:
+            share = {"memory_share": VLLM_SHARE} if engine == "vllm" else {}
+            if measure(args, results, engine, model, ["grid"], turns=turns, **share):
+                (Path(turns) / FAILED).touch()
+
+        first = pool.submit(one, "vllm")
+        while not first.done() and not any(Path(turns).iterdir()):
+            time.sleep(0.1)
+        pool.submit(one, "native").result()
+        first.result()
 
 
 def has_folder(args: argparse.Namespace, results: Results, folder: Path) -> bool:
@@ -278,7 +302,7 @@ def main() -> int:
     parser.add_argument(
         "--sections", type=names((*SECTIONS, "check")), default=list(SECTIONS), help=f"of {','.join(SECTIONS)},check"
     )
-    parser.add_argument("--engines", type=names(("native", "vllm")), default=["native", "vllm"], help="of native,vllm")
+    parser.add_argument("--engines", type=names(ENGINES), default=list(ENGINES), help="of native,vllm")
     parser.add_argument("--models", type=names(tuple(FULL.grid)), default=list(FULL.grid), help="of 0.5B,1.5B,7B")
     parser.add_argument("--model", type=Path, help="a model folder: also measured in mismatch, its tokenizer used in start")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "bench/results", help="folder for results and plot")
@@ -289,9 +313,12 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes and counts, for a smoke test")
     parser.add_argument("--runs", type=int, default=3, help="timed runs in grid and mix")
+    parser.add_argument("--alternate", action="store_true", help="grid: both engines loaded, their runs in turn")
     parser.add_argument("--timeout-s", type=float, default=1800, help="time limit per process")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes are ended too
+    if args.alternate and (args.sections != ["grid"] or args.engines != list(ENGINES)):
+        parser.error("--alternate is for both engines and --sections grid")
     work, results, began = TINY if args.tiny else FULL, Results(args.out, args.tiny), time.monotonic()
     passed = True
     if not args.report:
@@ -311,6 +338,10 @@ def measure_all(args: argparse.Namespace, results: Results, work: Work, folder: 
         keys = [key for section in sections for key in keys_of(section, engine, model, work)]
         if not (args.missing and all(key in results.entries for key in keys)):
             planned.append((engine, model, sections))
+    if args.alternate:
+        planned = [job for job in planned if job[2] != ["grid"]]
+        for model in args.models:
+            alternate(args, results, model)
     starts, passed = "start" in args.sections and FOLDER_OF in args.models, True
     needs_folder = starts or any((engine, sections) == ("vllm", ["mismatch"]) for engine, _, sections in planned)
     for engine, model, sections in planned:

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from rollout_cpu import PROMPTS
 from rollout_work import (
     FOLDER_OF,
     RANDOM,
+    Turns,
     Work,
     config_of,
     grid_prompts,
@@ -142,12 +144,16 @@ def grid(job: dict, work: Work, report) -> None:
         engine = NativeEngine(model, None, max_sequences=sequences)
         made_s = time.perf_counter() - began
         requests = requests_of(grid_prompts(model.config.vocab_size, sequences, work.prompt_tokens))
-        seconds = []
+        seconds, turns = [], Turns(job, "native", str(sequences))
         for run in range(1 + job["runs"]):
-            spent, samples = timed(engine, requests, Sampling(work.new_tokens, seed=0, step=run))
+            if run == 1:
+                turns.ready()
+            with turns.turn() if run else nullcontext():
+                spent, samples = timed(engine, requests, Sampling(work.new_tokens, seed=0, step=run))
             assert all(len(sample) == work.new_tokens for sample in samples), "a response ended early"
             assert all(np.isfinite(sample.sampler_logprobs).all() for sample in samples)
             seconds.append(spent)
+        turns.end()
         tokens = sequences * work.new_tokens
         report(
             "grid", "native", job["model"], str(sequences), tokens=tokens, rates=[tokens / s for s in seconds[1:]],

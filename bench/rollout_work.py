@@ -8,7 +8,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ SHAPES = {  # Qwen2.5: layers, hidden, heads, kv heads, MLP, vocabulary, tied em
     "1.5B": (28, 1536, 12, 2, 8960, 151936, True),
     "7B": (28, 3584, 28, 4, 18944, 152064, False),
 }
+ENGINES = ("native", "vllm")
 TINY_SHAPE = (2, 128, 4, 2, 256, 1000)
 RANDOM = "random weights"
 FOLDER_OF = "0.5B"  # the model of `start` and of vLLM's `mismatch`, which need it on disk
@@ -209,6 +211,51 @@ def run_sections(job: dict, sections: dict[str, Callable], report: Callable[...,
         sections[section](job, TINY if job["tiny"] else FULL, report)
         report("spent", engine, job["model"], section, seconds=time.perf_counter() - began)
     report("done", engine, job["model"])
+
+
+FAILED = "failed"
+"""File by which each of two processes learns that the other will have no further turn."""
+
+
+class Turns:
+    """Two processes that are measured in turn, each with its model loaded: runs of one alternate with runs of the other. Without a
+    folder there is no other process, and every turn comes at once."""
+
+    def __init__(self, job: dict, engine: str, case: str):
+        self.folder, self.engine = job.get("turns"), engine
+        self.case, self.taken = case, 0
+
+    def ready(self) -> None:
+        """Warmed up: the first turn comes when the other is, too."""
+        self._say("ready")
+        self._wait_for(*ENGINES, what="ready")
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        if self.engine == ENGINES[0] and self.taken:
+            self._wait_for(ENGINES[1], what=f"ran-{self.taken}")
+        elif self.engine == ENGINES[1]:
+            self._wait_for(ENGINES[0], what=f"ran-{self.taken + 1}")
+        self.taken += 1
+        yield
+        self._say(f"ran-{self.taken}")
+
+    def end(self) -> None:
+        """All runs are done: those of the other, too, which nothing may disturb."""
+        self._wait_for(*ENGINES, what=f"ran-{self.taken}")
+
+    def _file(self, engine: str, what: str) -> Path:
+        return Path(self.folder or "") / f"{engine}-{self.case}-{what}"
+
+    def _say(self, what: str) -> None:
+        if self.folder is not None:
+            self._file(self.engine, what).touch()
+
+    def _wait_for(self, *engines: str, what: str) -> None:
+        while self.folder is not None and not all(self._file(engine, what).exists() for engine in engines):
+            if (Path(self.folder) / FAILED).exists():
+                raise RuntimeError("the other engine's process has failed")
+            time.sleep(0.02)
 
 
 def end_with_parent() -> None:

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rollout_work import Work, config_of, grid_prompts, mismatch_prompts, mix_of, reporter, run_sections, wanted
+from rollout_work import Turns, Work, config_of, grid_prompts, mismatch_prompts, mix_of, reporter, run_sections, wanted
 
 GRID_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024]
 # The batch shrinks as responses end. (Capturing takes a large part of the start-up.)
@@ -33,7 +33,7 @@ def start(job: dict, work: Work, *, max_model_len: int, sizes: list[int], prefix
         "max_num_seqs": work.max_sequences,
         "max_num_batched_tokens": 16384,
         "max_model_len": max_model_len,
-        "gpu_memory_utilization": 0.85,
+        "gpu_memory_utilization": job.get("memory_share", 0.85),
         "enable_prefix_caching": prefix_caching,
         "disable_log_stats": True,
         "compilation_config": {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": max(sizes)},
@@ -104,9 +104,21 @@ def grid(job: dict, work: Work, report) -> None:
     for sequences in counts:
         prompts = grid_prompts(vocabulary, sequences, work.prompt_tokens)
         timed(llm, prompts, params(False, max_tokens=min(32, work.new_tokens)))  # to warm up
-        best, rates, tokens = best_of(
-            tries, job["runs"], lambda flat, run, prompts=prompts: timed(llm, prompts, params(flat, max_tokens=work.new_tokens))
-        )
+        turns = Turns(job, "vllm", str(sequences))
+
+        def measure(flat: bool, run: int, prompts: list[list[int]] = prompts) -> tuple[float, int]:
+            return timed(llm, prompts, params(flat, max_tokens=work.new_tokens))
+
+        def in_turn(flat: bool, run: int, turns: Turns = turns) -> tuple[float, int]:
+            with turns.turn():
+                return measure(flat, run)
+
+        if turns.folder is not None and len(tries) > 1:  # choose before the runs that alternate
+            best, _, _ = best_of(tries, 1, measure)
+            tries = {best: tries[best]}
+        turns.ready()
+        best, rates, tokens = best_of(tries, job["runs"], in_turn)
+        turns.end()
         assert all(made == sequences * work.new_tokens for runs in tokens.values() for made in runs), "a response ended early"
         report(
             "grid", "vllm", name, str(sequences), tokens=sequences * work.new_tokens, rates=rates[best], tried=rates, best=best,
