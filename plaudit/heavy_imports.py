@@ -21,6 +21,10 @@ def set_own_process() -> None:
     _in_own_process = True
 
 
+def is_own_process() -> bool:
+    return _in_own_process
+
+
 @contextmanager
 def heavy_imports() -> Iterator[None]:
     """No search for garbage in this block. In plaudit's own processes, what is imported in it is never searched, nor is anything

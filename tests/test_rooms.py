@@ -12,8 +12,8 @@ from support.paths import REPOSITORY, TESTS
 LEVELS = [
     ["redaction"],
     ["errors"],
-    ["host", "expandable_segments", "heavy_imports", "shipped", "threads", "turns", "hub", "json_files", "wrapping", "languages"],
-    ["lora_folder", "manifest", "model_files"],
+    ["host", "heavy_imports", "shipped", "threads", "turns", "hub", "json_files", "wrapping", "languages"],
+    ["expandable_segments", "lora_folder", "manifest", "model_files"],
     ["types", "files", "seeding", "plugins", "command_help", "response_files"],
     ["world", "balance"],
     ["input_files", "output_folder", "run_progress"],

@@ -200,7 +200,7 @@ def _advice(recipe: Recipe, kind: str, budget: Budget, processes: Processes) -> 
         return "Use placement: server on another machine, or dtype: bfloat16."
     savers = memory_savers(recipe, on_gpu=processes.device(recipe.run.device).type == "cuda")
     if any(need.in_turn for need in budget.needs):
-        savers.insert(1, "placement: server for the reward models")
+        savers.insert(-1, "move the reward models to a server (placement: server)")
     return f"{advise(savers)}."
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from plaudit.errors import RecipeError
 from plaudit.models.attention import attend_packed, window_of
-from plaudit.models.gradient_sums import add_or_return, add_product, sum_of_product
+from plaudit.models.gradient_sums import ProductSum, add_or_return, add_product, sum_of_product
 from plaudit.models.heads import Heads, Rotation
 from plaudit.models.layer_blocks import own_layers
 from plaudit.models.liger import use_liger
@@ -190,7 +190,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, count: int, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, *parameters)
         weights, biases = parameters[:count], parameters[count:]
-        ctx.count, ctx.sum = count, sum_of_product(weights)
+        ctx.count, ctx.sum, ctx.sum_of_biases = count, sum_of_product(weights), sum_of_product(biases) if biases else None
         whole, bias = fused_view(weights), fused_view(biases) if biases else None
         if count == 1:
             return summed_product(x_TD, weights[0], biases[0] if biases else None)
@@ -220,7 +220,7 @@ class _Product(torch.autograd.Function):
             ones = _ones(len(grad_TE), grad_TE.dtype, grad_TE.device)
             in_half = grad_TE.is_cuda and grad_TE.element_size() == 2
             sums_1E = torch.mm(ones, grad_TE, out_dtype=torch.float32) if in_half else ones @ grad_TE
-            grads[ctx.count :] = add_or_return(biases, sums_1E[0])
+            grads[ctx.count :] = add_or_return(ctx.sum_of_biases, biases, sums_1E[0])
         return grad_x_TD, None, *grads
 
 
@@ -233,29 +233,32 @@ class _Norm(torch.autograd.Function):
 
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x_TD, weight_D)
-        ctx.eps = eps
+        ctx.eps, ctx.sum = eps, sum_of_product([weight_D])
         return x_TD, add_norm(x_TD, None, weight_D, eps)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_x_TD: Tensor | None, grad_normed_TD: Tensor):  # pyright: ignore
+    def backward(ctx: Any, grad_x_TD: Tensor | None, grad_normed_TD: Tensor | None):  # pyright: ignore
+        if grad_normed_TD is None:  # only x has been used
+            return grad_x_TD, None, None
         x_TD, weight_D = ctx.saved_tensors
-        trains = ctx.needs_input_grad[1]
-        grad_TD, grad_weight, _ = _norm_gradients(grad_normed_TD, x_TD, weight_D, ctx.eps, grad_x_TD, trains=trains)
-        return grad_TD.to(x_TD.dtype), grad_weight, None
+        grad_TD, grad_weight_D, _ = _norm_gradients(
+            grad_normed_TD, x_TD, weight_D, ctx.eps, grad_x_TD, ctx.sum, trains=ctx.needs_input_grad[1]
+        )
+        return grad_TD.to(x_TD.dtype), grad_weight_D, None
 
 
 def _norm_gradients(
-    grad_normed_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, grad_x_TD: Tensor | None, *, trains: bool,
-    also_in: torch.dtype | None = None,
+    grad_normed_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, grad_x_TD: Tensor | None, total: ProductSum | None, *,
+    trains: bool, also_in: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """As `norm_backward`, with the weight's gradient added to its sum."""
+    """As `norm_backward`, with the weight's gradient added to its sum, if it has one."""
     from plaudit.models.kernels import norm_backward
 
     grad_x_TD = None if grad_x_TD is None else grad_x_TD.contiguous()
     found = norm_backward(grad_normed_TD.contiguous(), x_TD, weight_D, eps, grad_x_TD, also_in=also_in, trains_weight=trains)
     grad_TD, grad_weight_D, rounded_TD = found
-    return grad_TD, None if grad_weight_D is None else add_or_return([weight_D], grad_weight_D)[0], rounded_TD
+    return grad_TD, None if grad_weight_D is None else add_or_return(total, [weight_D], grad_weight_D)[0], rounded_TD
 
 
 class _AddNorm(torch.autograd.Function):
@@ -267,7 +270,7 @@ class _AddNorm(torch.autograd.Function):
 
         normed_TD, summed_TD = add_norm(x_TD, delta_TD, weight_D, eps)
         ctx.save_for_backward(summed_TD, weight_D)
-        ctx.eps, ctx.dtypes = eps, (x_TD.dtype, delta_TD.dtype)
+        ctx.eps, ctx.dtypes, ctx.sum = eps, (x_TD.dtype, delta_TD.dtype), sum_of_product([weight_D])
         return normed_TD, summed_TD
 
     @staticmethod
@@ -275,8 +278,9 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, grad_normed_TD: Tensor, grad_summed_TD: Tensor):  # pyright: ignore
         summed_TD, weight_D = ctx.saved_tensors
         grad_TD, grad_weight, grad_delta_TD = _norm_gradients(
-            grad_normed_TD, summed_TD, weight_D, ctx.eps, grad_summed_TD, trains=ctx.needs_input_grad[2], also_in=ctx.dtypes[1]
-        )
+            grad_normed_TD, summed_TD, weight_D, ctx.eps, grad_summed_TD, ctx.sum, trains=ctx.needs_input_grad[2],
+            also_in=ctx.dtypes[1],
+        )  # fmt: skip
         return grad_TD.to(ctx.dtypes[0]), grad_delta_TD, grad_weight, None
 
 
@@ -289,6 +293,7 @@ class _NormHeads(torch.autograd.Function):
         norm_heads(normed_TE, heads, query_norm, key_norm, eps)
         ctx.save_for_backward(qkv_TE, query_norm, key_norm)
         ctx.heads, ctx.eps = heads, eps
+        ctx.sums = [sum_of_product([weight]) for weight in (query_norm, key_norm)]
         return normed_TE
 
     @staticmethod
@@ -297,10 +302,11 @@ class _NormHeads(torch.autograd.Function):
         qkv_TE, *weights = ctx.saved_tensors
         heads, size, grads_of_weights = ctx.heads, ctx.heads.size, []
         grad_TE, at = grad_TE.clone(), 0
-        for width, weight, trains in zip((heads.query * size, heads.kv * size), weights, ctx.needs_input_grad[1:3], strict=True):
+        widths = heads.query * size, heads.kv * size
+        for width, weight, total, trains in zip(widths, weights, ctx.sums, ctx.needs_input_grad[1:3], strict=True):
             part = slice(at, at + width)
             rows = grad_TE[:, part].reshape(-1, size), qkv_TE[:, part].reshape(-1, size)
-            grad, grad_weight, _ = _norm_gradients(*rows, weight, ctx.eps, None, trains=trains)
+            grad, grad_weight, _ = _norm_gradients(*rows, weight, ctx.eps, None, total, trains=trains)
             grad_TE[:, part] = grad.view(len(grad_TE), width)
             grads_of_weights.append(grad_weight)
             at += width

@@ -41,6 +41,8 @@ class GradientSums:
             return known
         if any(name in self.by_name or weight.grad is not None for name, weight in zip(names, weights, strict=True)):
             return None
+        if any(weight.dtype == torch.float32 and not weight.requires_grad for weight in weights):
+            return None  # not the parameters, whose `grad` it would be: a checkpointed layer saves detached copies of them
         rows, like = [len(weight) for weight in weights], weights[0]
         whole = torch.zeros(sum(rows), *like.shape[1:], dtype=torch.float32, device=like.device)
         self._of_products[names] = whole
@@ -59,7 +61,7 @@ class GradientSums:
     def _move_gradient(self, parameter: Tensor) -> None:
         """As soon as it is computed."""
         # None: its product has added it, and returned none. Or a later trainer has its sum.
-        if parameter.grad is None or getattr(parameter, ATTRIBUTE) is not self:
+        if parameter.grad is None or getattr(parameter, ATTRIBUTE, None) is not self:
             return
         name = self._names[id(parameter)]
         if name in self.by_name:
@@ -93,10 +95,10 @@ def sum_of_product(weights: Sequence[Tensor]) -> ProductSum | None:
     return sums[0].of_product(weights) if sums[0] is not None and all(one is sums[0] for one in sums) else None
 
 
-def add_or_return(parameters: Sequence[Tensor], grad: Tensor) -> list[Tensor | None]:
-    """The gradients of these parameters, end to end in fp32, are added to their sum, and autograd gets none; or it gets each."""
-    together = sum_of_product(parameters)
-    if together is not None and (whole := together.get(parameters)) is not None:
+def add_or_return(total: ProductSum | None, parameters: Sequence[Tensor], grad: Tensor) -> list[Tensor | None]:
+    """Adds the gradients of these parameters, end to end in fp32, to their sum and returns None for each; without a sum, returns
+    them. `total`: `sum_of_product` of the parameters themselves, which a checkpointed layer has only in its forward pass."""
+    if total is not None and (whole := total.get(parameters)) is not None:
         whole += grad
         return [None] * len(parameters)
     parts = grad.split([len(parameter) for parameter in parameters])

@@ -169,16 +169,16 @@ class QuantisedProduct(MergedProduct):
 
     def weight_of(self, only: Adapter | None) -> Tensor:
         if only is None:
-            return self._made(self._adapter_of)
+            return self._build_weight(self._adapter_of)
         base: QuantisedLinear = only.module.base_layer
         weight_OI = base.memory_OI()
         dequantise_merged_into(weight_OI, base, only)
         return weight_OI
 
     def _without_adapters(self) -> Tensor:
-        return self._made([None] * len(self.base_layers))
+        return self._build_weight([None] * len(self.base_layers))
 
-    def _made(self, adapters: Sequence[Adapter | None]) -> Tensor:
+    def _build_weight(self, adapters: Sequence[Adapter | None]) -> Tensor:
         weight_OI, at = self.memory_OI(), 0
         for base, adapter in zip(self.base_layers, adapters, strict=True):
             dequantise_merged_into(weight_OI[at : at + base.out_features], base, adapter)

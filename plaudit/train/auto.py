@@ -131,9 +131,9 @@ def agreed_micro_batch(
     """What `auto` stands for in all processes of a world: the number that the run has `recorded`, which its leading process knows;
     or the smallest of theirs, should their devices differ."""
     known = world.agree(recorded, "tokens per micro-batch of this run")
-    chosen = choose_micro_batch(recipe, lengths, Processes(world.size, sharding))
+    chosen = min(world.gather(choose_micro_batch(recipe, lengths, Processes(world.size, sharding)), "tokens per micro-batch"))
     if known is None:
-        return min(world.gather(chosen, "tokens per micro-batch"))
+        return chosen
     if known != chosen:
         report(f"this run keeps the {known:,} tokens per micro-batch that it was started with; auto would now be {chosen:,}")
     return known
@@ -219,10 +219,10 @@ def _describe_fit(recipe: TrainingRecipe, lengths: Lengths, processes: Processes
     text = f", with which training takes about {gigabytes(needed)} of {gigabytes(available)}"
     if needed <= SAFE_SHARE * available:
         return text
-    return f"{text}{_too_much(resolved, lengths, device)}"
+    return f"{text}{_suggest_savers(resolved, lengths, device)}"
 
 
-def _too_much(recipe: TrainingRecipe, lengths: Lengths, device: str) -> str:
+def _suggest_savers(recipe: TrainingRecipe, lengths: Lengths, device: str) -> str:
     savers = memory_savers(recipe, longest=update_tokens(recipe, lengths).longest, on_gpu=device == "cuda")
     return f", which may be too much: {' or '.join(savers)}"
 
@@ -266,7 +266,7 @@ def _resolve(recipe: Trained, section: str, layers: int, lengths: Lengths, repor
 
     count = bisect_left(range(layers), True, key=fits)
     resolved = budget(count)
-    but = "" if count < layers or fits(count) else _too_much(_checkpointing(recipe, section, count), lengths, device)
+    but = "" if count < layers or fits(count) else _suggest_savers(_checkpointing(recipe, section, count), lengths, device)
     report(
         f"{section}.gradient_checkpointing: {count or 'none'} of {layers} layers, with which training takes about "
         f"{gigabytes(resolved.at('training', fixed_only=True))} of {gigabytes(resolved.available)}{but}"

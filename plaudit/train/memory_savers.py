@@ -13,7 +13,7 @@ SMALLEST_MICRO_BATCH = 2_048
 
 
 def memory_savers(recipe: TrainingRecipe, *, longest: int = 0, on_gpu: bool = True) -> list[str]:
-    """What is left to change in a recipe without `auto`: first what keeps every bit at little cost, last what trains something
+    """What is left to change in a recipe without `auto`: first what changes least, last what trains something
     else. Micro-batches are as large as the `longest` sequence in any case."""
     savers, tokens = [], recipe.train.tokens_per_micro_batch
     if not isinstance(recipe, RewardModelRecipe) and recipe.train.keep_logits is True:

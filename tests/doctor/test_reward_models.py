@@ -666,7 +666,9 @@ def test_memory_shortage_names_the_settings_to_change(budget_of, scalar):
     assert text.endswith("placement: offload frees bt while other models run; placement: server moves it to another process.")
     _, [(mark, text)] = budget_of(scalar_reward(scalar, model={"placement": "offload"}), available=0.5 * most)
     assert mark == "✗"
-    assert "Set model.gradient_checkpointing=true, placement: server for the reward models, or use model.lora" in text
+    assert (
+        "Set model.gradient_checkpointing=true, move the reward models to a server (placement: server), or use model.lora" in text
+    )
 
 
 def test_launched_server_is_reported_outside_the_budget(budget_of, scalar):

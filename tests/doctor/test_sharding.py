@@ -70,7 +70,7 @@ def test_weights_are_not_divided_around_a_quantised_base(plaudit, tmp_path, tiny
     file = write_recipe(tmp_path / "rl.yaml", {"stage": "rl", **tree})
     code, out, _ = plaudit("doctor", file, "cluster.gpus=2", "--gpu-memory", "1")
     assert code == 1
-    assert "full, which divides all weights, cannot divide a base with critic.lora.base_bits. Lower" in " ".join(out.split())
+    assert "full, which divides all weights, cannot divide a base with critic.lora.base_bits. " in " ".join(out.split())
     assert set(tables(out)) == {"none", "optimiser"}
 
 

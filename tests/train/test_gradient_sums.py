@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from plaudit.models.gradient_sums import GradientSums, add_product, sum_of_product
+from plaudit.models.gradient_sums import GradientSums, add_or_return, add_product, forget_sums, sum_of_product
 from plaudit.models.logprobs import token_logprobs
 from plaudit.train.gradients import LocalGradients
 
@@ -63,6 +63,29 @@ def test_the_sum_of_fp32_weights_is_their_grad():
     torch.testing.assert_close(torch.cat([*gradients.sums().values()]), grad.T @ x)
     gradients.clear()
     assert not gradients.sums()
+
+
+def test_sums_of_an_earlier_trainer_are_forgotten():
+    """Its hooks stay, and must not touch gradients that others sum."""
+    weight = nn.Parameter(torch.ones(3, 2).bfloat16())
+    before = LocalGradients({"weight": weight})
+    forget_sums([weight])
+    assert sum_of_product([weight]) is None
+    weight.sum().backward()
+    assert torch.equal(weight.grad, torch.ones(3, 2).bfloat16())
+    assert not before.sums()
+
+
+def test_copies_of_fp32_weights_have_no_sum():
+    """A checkpointed layer saves detached copies, whose `grad` nobody reads."""
+    weight = nn.Parameter(torch.ones(3, 2))
+    gradients = LocalGradients({"weight": weight})
+    product = sum_of_product([weight])
+    assert product is not None
+    assert product.get([weight.detach()]) is None
+    assert add_or_return(product, [weight.detach()], torch.full((3, 2), 2.0))[0].tolist() == [[2.0, 2.0]] * 3
+    assert add_or_return(product, [weight], torch.full((3, 2), 2.0)) == [None]
+    assert gradients.sums()["weight"].tolist() == [[2.0, 2.0]] * 3
 
 
 def test_gradients_belong_to_the_last_of_several_trainers():

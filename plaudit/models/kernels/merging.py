@@ -73,8 +73,8 @@ def _factors(out_OI: Tensor, a_RI: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor
 
 @triton.jit
 def _update(a_ptr, b_ptr, rank, first_row, row, column, rows, columns, place):
-    """B A of the tile at `place`. No number is loaded from there, but the compiler divides these zeros among threads like the tile
-    when it is stored. It would give each thread one column of others, whose sums take as many loads as multiplications."""
+    """B A of the tile at `place`. Nothing is read from there: the load makes the compiler divide the tile among threads as for the
+    store. Otherwise each thread would get one column, which needs a load for every multiplication."""
     total = tl.load(place, mask=rank < 0, other=0.0).to(tl.float32)
     b_place = b_ptr + first_row.to(tl.int64) * rank + row * rank
     for k in tl.range(0, rank):  # pyright: ignore[reportGeneralTypeIssues]

@@ -567,6 +567,39 @@ def test_fused_layers(tiny_models, monkeypatch, kind, checkpointed):
                 assert parameter.grad is None, name
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_checkpointing_fused_layers_keeps_every_bit_of_fp32_sums(tiny_models, monkeypatch, kind):
+    """Of norms and biases, too: a checkpointed layer computes with copies of them, which have no sums."""
+    from plaudit.data.pack import pack
+    from plaudit.models.attention import packed_states
+    from plaudit.models.trainable import load_model
+    from plaudit.recipe import ModelSettings
+    from plaudit.train.gradients import LocalGradients
+    from plaudit.types import Example
+
+    monkeypatch.setattr(fused, "_kernels_run_on", lambda x: True)
+    found = []
+    for checkpoints in (False, True):
+        model = load_model(ModelSettings(path=str(tiny_models[kind]), dtype="bfloat16"), DEVICE)
+        fused.fuse_layers(model)
+        model.train()
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        gradients = LocalGradients(dict(model.named_parameters()))
+        for seed in range(3):
+            tokens = [np.random.RandomState(seed).randint(0, 300, length) for length in (3, 2)]
+            batch = pack([Example(one, np.zeros(len(one), dtype=bool)) for one in tokens], DEVICE)
+            states = packed_states(model.get_decoder(), batch)
+            (states.float() * torch.randn(states.shape, generator=generator(seed)).to(DEVICE)).sum().backward()
+        found.append(gradients.sums())
+    plain, checkpointed = found
+    assert plain.keys() == checkpointed.keys()
+    for name, total in plain.items():
+        assert torch.equal(total, checkpointed[name]), name
+    rounded = [name for name, total in plain.items() if "embed" not in name and torch.equal(total, total.bfloat16().float())]
+    assert not [name for name in rounded if "norm" in name], "summed in fp32, not rounded by micro-batch"
+
+
 @each_dtype
 def test_sum_copies(dtype):
     """Tokens with no copy, one and several."""
