@@ -926,7 +926,7 @@ def test_another_kind_of_file_in_place_of_a_recipe_is_named(tmp_path, name, what
     ("given", "hint"),
     [
         ("train.packing=true", "Sequences are always packed without padding: remove it."),
-        ("model.quantization=4", "Weights are trained in float32 or bfloat16. To save memory: model.lora.rank"),
+        ("model.quantization=4", "Did you mean model.lora.base_bits?"),
         ("run.use_vllm=true", "plaudit samples with its own engine"),
         (
             "actor_rollout_ref.actor.optim.learning_rate=1e-6",

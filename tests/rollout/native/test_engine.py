@@ -1167,6 +1167,7 @@ def operations(monkeypatch) -> list[str]:
         text = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
         warnings.warn(text, stacklevel=2)
 
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**11, 10**11))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
@@ -1183,6 +1184,15 @@ def test_a_step_is_run_then_captured_then_replayed(operations):
     graphs.clear()
     graphs.run("a", lambda: operations.append("again"))
     assert operations[-3:] == ["capture in None", "again", "captured"]
+
+
+def test_cached_memory_is_returned_before_a_capture_that_the_driver_has_no_memory_for(operations, monkeypatch):
+    """A capture takes memory of its own, and running out of it breaks the process."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**11))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: operations.append("returned"))
+    graphs = DecodeGraphs(torch.device("cuda"), never_syncs=True)
+    graphs.run("a", lambda: operations.append("step"))
+    assert operations == ["step", "returned", "capture in None", "step", "captured"]
 
 
 def test_a_module_that_does_not_sync_is_captured(operations):
