@@ -63,6 +63,7 @@ print("freed" if freed() is None else "kept")
 """
 
 
+@pytest.mark.slow
 def test_what_a_program_had_before_it_called_plaudit_can_be_freed(tiny_model, rows_file, tmp_path):
     recipe = sft_recipe(tiny_model, rows_file, tmp_path / "run", run={"max_steps": 1})
     done = subprocess.run([sys.executable, "-c", CALL, json.dumps(recipe)], capture_output=True, text=True)

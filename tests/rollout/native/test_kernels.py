@@ -567,6 +567,7 @@ def test_fused_layers(tiny_models, monkeypatch, kind, checkpointed):
                 assert parameter.grad is None, name
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_checkpointing_fused_layers_keeps_every_bit_of_fp32_sums(tiny_models, monkeypatch, kind):
     """Of norms and biases, too: a checkpointed layer computes with copies of them, which have no sums."""
