@@ -14,7 +14,7 @@ from plaudit.errors import PlauditError, RecipeError, did_you_mean, nearest_path
 from plaudit.hub import looks_local, model_folder
 from plaudit.lora_folder import is_lora_folder, read_lora_folder, with_weights
 from plaudit.model_files import require_config
-from plaudit.models.quantisable import find_obstacle, refusal
+from plaudit.models.quantisable import find_obstacle, refusal, undivided
 from plaudit.output_folder import require_run_folder
 from plaudit.recipe import (
     DPORecipe,
@@ -100,7 +100,7 @@ def _require_quantisable(recipe: Recipe) -> None:
         return
     for section, model in quantised_bases(recipe).items():
         if recipe.cluster.sharding == "full":
-            raise RecipeError(f"cluster.sharding: full cannot divide a base with {section}.lora.base_bits: set it to optimiser")
+            raise RecipeError(undivided(section))
         try:
             config = require_config(model_folder(with_weights(model.path), weights=False))
         except PlauditError:

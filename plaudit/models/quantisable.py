@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Those whose layers plaudit computes by itself (models/residual.py): model_type of their configs."""
 
 
 def find_obstacle(config: Mapping[str, Any], *, own_code: bool) -> str:
@@ -15,6 +16,10 @@ def find_obstacle(config: Mapping[str, Any], *, own_code: bool) -> str:
     if config.get("model_type") not in FAMILIES:
         return f"this one is a {config.get('model_type')} model"
     return "" if activation == "silu" else f"this one computes {activation}"
+
+
+def undivided(section: str) -> str:
+    return f"cluster.sharding: full cannot divide a base with {section}.lora.base_bits: set it to optimiser"
 
 
 def refusal(path: str, section: str, obstacle: str) -> str:

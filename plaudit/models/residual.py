@@ -12,9 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from plaudit.models.layer_blocks import own_layers
+from plaudit.models.quantisable import FAMILIES
 
 # Models whose layers compute x + attention(norm(x)), then x + mlp(norm(x)), with norms in fp32.
-KNOWN = {f"{family}{head}" for family in ("Llama", "Mistral", "Qwen2", "Qwen3") for head in ("ForCausalLM", "Model")}
+KNOWN = {f"{family.capitalize()}{head}" for family in FAMILIES for head in ("ForCausalLM", "Model")}
 
 
 def keep_residual_fp32(model: PreTrainedModel) -> None:

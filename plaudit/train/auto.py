@@ -13,6 +13,7 @@ from plaudit.errors import RecipeError
 from plaudit.models.devices import resolve_device
 from plaudit.models.folder import read_config
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, Sharding, gigabytes, widest_activation
+from plaudit.models.quantisable import undivided
 from plaudit.recipe import RewardModelRecipe, RLRecipe, TrainingRecipe, quantised_bases
 from plaudit.recipe.training import USUAL_MICRO_BATCH
 from plaudit.report.progress import print_line
@@ -97,7 +98,7 @@ def resolve_sharding(recipe: TrainingRecipe, lengths: Lengths, processes: Proces
         return "none"
     if (quantised := next(iter(quantised_bases(recipe)), None)) and recipe.cluster.sharding in ("auto", "full"):
         if recipe.cluster.sharding == "full":
-            raise RecipeError(f"cluster.sharding: full cannot divide a base with {quantised}.lora.base_bits: set it to optimiser")
+            raise RecipeError(undivided(quantised))
         return "optimiser"
     if recipe.cluster.sharding != "auto":
         return recipe.cluster.sharding
