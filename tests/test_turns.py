@@ -58,8 +58,11 @@ def no_events():
 def test_calls_end_while_rules_compute():
     groups = [group(*"abcd", id=str(i)) for i in range(100)]
     with RewardRunner([Slow(), Called()]) as runner:
-        scored = runner.collect(groups)
-    assert [values(one) for one in scored] == [[2.0] * 4] * 100
+
+        async def score_all() -> list[ScoredGroup]:  # all are there before the first is scored, however slow this thread is
+            return await asyncio.gather(*map(runner.score, groups))
+
+        assert [values(one) for one in runner.run(score_all()).result()] == [[2.0] * 4] * 100
     # 400 ms of rules are 80 slices or more, and every call needs a few of them. Without turns, calls would end after all rules.
     last_call = len(EVENTS) - 1 - EVENTS[::-1].index("called")
     assert "called" in EVENTS[:200]
@@ -82,9 +85,14 @@ def test_calls_end_while_one_large_group_is_scored():
 
 def test_cancelled_groups_leave_the_queue():
     with RewardRunner([Slow()]) as runner:
-        cancelled = [runner.run(runner.score(group(*"abcdefgh", id=str(i)))) for i in range(200)]
-        for future in cancelled:
-            future.cancel()
+
+        async def score_and_cancel() -> None:
+            cancelled = [asyncio.create_task(runner.score(group(*"abcdefgh", id=str(i)))) for i in range(200)]
+            await asyncio.sleep(0)
+            for task in cancelled:
+                task.cancel()
+
+        runner.run(score_and_cancel()).result()
         assert values(runner.run(runner.score(group("a"))).result()) == [1.0]
     assert len(EVENTS) < 1600
 
