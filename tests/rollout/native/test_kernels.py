@@ -868,6 +868,27 @@ def test_draws(ops, settings, monkeypatch):
     check_draws(ops, logits, state, **settings)
 
 
+@pytest.mark.grid(1)
+@pytest.mark.parametrize(("k", "vocabulary"), [(1, 64 * 64 + 1), (20, 130), (20, 10_000), (64, 4096), (128, 10_000), (129, 130)])
+def test_kth_greatest(k, vocabulary):
+    """As torch finds it, of equals, too, and wherever the greatest are: all in one block, or one in each."""
+    g = generator(k)
+    logits = torch.randn(9, vocabulary, generator=g) * 5
+    logits[1] = logits[1].round()
+    logits[2] = -3.0
+    logits[3] = torch.arange(vocabulary)
+    logits[4, torch.randperm(vocabulary, generator=g)[: vocabulary - 5]] = -math.inf
+    logits[5, torch.randperm(vocabulary, generator=g)[:5]] = math.inf
+    logits[6] = logits[6].sign() * 0.0  # zeros of both signs
+    logits[7, ::64] += 100
+    logits[8] = torch.where(torch.randperm(vocabulary, generator=g) < k, 7.0, logits[8].clamp(max=6.9))
+    wanted = logits.topk(k).values[:, -1]
+    state = state_of(9, 1)
+    state[:, POSITION] = 3
+    found = kernels.top_k.kth_greatest(logits.to(DEVICE), state, k)
+    assert found.tolist() == wanted.tolist()
+
+
 some_settings = pytest.mark.parametrize("settings", [SETTINGS[name] for name in ("plain", "greedy", "top p", "all")], ids=str)
 
 

@@ -18,9 +18,10 @@ import json, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from plaudit.models.heads import next_power_of_2
 from plaudit.models.kernels import attention as packed, layers as shared, merging, vocabulary
 from plaudit.models.kernels.compile_options import NO_FP_FUSION
-from plaudit.rollout.native.kernels import attention, draw, layers
+from plaudit.rollout.native.kernels import attention, draw, layers, top_k
 
 WIDE = {"query_stride", "query_head_stride", "tables_stride", "block_stride", "layer_offset", "value_offset", "qkv_stride",
         "logits_stride", "part_tokens", "key_stride", "key_head_stride", "value_stride", "value_head_stride"}
@@ -103,6 +104,13 @@ for capability in (80, 90):
         settled = {"MANY": 64, "TEMPERED": tempered}
         compiled(vocabulary._settle, "fp32", capability, settled, {"num_warps": 1} | NO_FP_FUSION, **tokens)
         compiled(vocabulary._gradients, "fp32", capability, tile | {"ENTROPY": tempered}, warps, **tokens, grad_ptr="*bf16")
+    for k in (1, 50, top_k.MOST):
+        kinds = {"COLUMNS": 5, "K": k}
+        compiled(top_k._choose, "fp32", capability, kinds | {"MANY": 4096}, {"num_warps": 8}, chosen_ptr="*i32")
+        block = kinds | {"MANY": next_power_of_2(k), "BLOCK": top_k.BLOCK}
+        compiled(top_k._kth, "fp32", capability, block, {"num_warps": 8}, chosen_ptr="*i32")
+    peaks = {"COLUMNS": 5, "BLOCK": top_k.BLOCK, "AT_ONCE": top_k.BLOCKS_AT_ONCE}
+    compiled(top_k._peaks, "fp32", capability, peaks, {"num_warps": 8})
     compiled(draw._accept, "fp32", capability, row | {"MANY": 64, "FLOOR": True}, {"num_warps": 8})
     statuses = {"RUNNING": 1, "ENDED": 2, "AT_LIMIT": 3}
     settle = row | {"MANY": 64, "ENDS": 3, "MANY_ENDS": 4} | statuses
@@ -130,6 +138,7 @@ def test_all_kernels_compile(found):
         "models_rotate", "models_norm_heads", "models_sum_copies", "models_sum_tiles", "models_settle", "models_gradients",
         "models_merge", "models_dequantise_merge",
         "rollout_attend", "rollout_combine", "rollout_write", "rollout_read", "rollout_accept", "rollout_settle",
+        "rollout_peaks", "rollout_choose", "rollout_kth",
     }  # fmt: skip
     assert all(entry["cubin"] > 1000 for entry in found)
     assert all(entry["shared"] < 99_000 for entry in found), "or some GPUs could not run it"

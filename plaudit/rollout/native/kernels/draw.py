@@ -22,6 +22,7 @@ from plaudit.models.kernels.compile_options import NO_FP_FUSION
 from plaudit.models.kernels.vocabulary import WARPS, log_total, tile_odds
 from plaudit.rollout.native import sampler
 from plaudit.rollout.native.batch import AT_LIMIT, COLUMNS, ENDED, RUNNING, DeviceSampling
+from plaudit.rollout.native.kernels.top_k import kth_greatest
 
 
 def draw_and_advance(logits_BV: Tensor, rows_BC: Tensor, results_B4: Tensor, sampling: DeviceSampling) -> None:
@@ -31,8 +32,8 @@ def draw_and_advance(logits_BV: Tensor, rows_BC: Tensor, results_B4: Tensor, sam
     tiles = -(-V // tile)
     sums_BT4 = torch.empty(B, tiles, 4, dtype=torch.float32, device=logits_BV.device)
     tokens_BT = torch.empty(B, tiles, dtype=torch.int32, device=logits_BV.device)
-    floor_B = logits_BV.topk(sampling.top_k).values[:, -1].contiguous() if sampling.top_k and sampling.top_k < V else parameters
-    has_floor = floor_B is not parameters
+    has_floor = 0 < sampling.top_k < V
+    floor_B = kth_greatest(logits_BV, rows_BC, sampling.top_k) if has_floor else parameters
     at_once = has_floor or sampling.truncated
     _read[(B, tiles)](
         logits_BV, logits_BV.stride(0), rows_BC, parameters, floor_B, sums_BT4, tokens_BT, V, tiles,
