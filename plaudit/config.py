@@ -62,11 +62,11 @@ class Draft:
         """The recipe for `stage` (default: the one it names)."""
         tree, sources, path = _with_shipped_files(self.tree), self.sources, self.path
         _refuse_secrets(tree, (), sources, path)
-        recipe_class = STAGES[_stage(tree, stage, sources, path)]
+        stage = _stage(tree, stage, sources, path)
         try:
-            recipe = _validated(tree, recipe_class, sources, self._in_file, self.overridden_by)
+            recipe = _validated(tree, STAGES[stage], sources, self._in_file, self.overridden_by)
         except ValidationError as error:
-            raise RecipeError("\n".join(_explain(error, settings_of(tree, recipe_class), sources, path))) from None
+            raise RecipeError("\n".join(_explain(error, settings_of(tree, STAGES[stage]), sources, path, stage))) from None
         _refuse_secrets(tree, (), sources, path)  # again: now the variables that hold keys are known
         return LoadedRecipe(recipe, path, sources, self.overridden_by)
 
@@ -270,7 +270,15 @@ def section_class(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _explain(error: ValidationError, fields: dict[Place, Any], sources: dict[Place, str], path: Path) -> Iterator[str]:
+def stages_with(place: Place) -> str:
+    """'sft, dpo and rl': whose recipes have a setting."""
+    stages = [stage for stage in STAGES if place in dict(settings(STAGES[stage]))]
+    return " and ".join([part for part in (", ".join(stages[:-1]), *stages[-1:]) if part])
+
+
+def _explain(
+    error: ValidationError, fields: dict[Place, Any], sources: dict[Place, str], path: Path, stage: str | None = None
+) -> Iterator[str]:
     """One line per mistake, in terms of the recipe rather than pydantic."""
     given_places = {place[:n] for place in sources for n in range(len(place) + 1)}
     seen: set[Place] = set()
@@ -292,7 +300,11 @@ def _explain(error: ValidationError, fields: dict[Place, Any], sources: dict[Pla
         described = f" ({' '.join((fields[place].description or '').split())})" if place in fields else ""
         match item["type"]:
             case "extra_forbidden":
-                yield f"{where} is not a setting.{suggest(place, item['input'], list(fields))}"
+                if others := stages_with(place) if stage is not None else "":
+                    hint = suggest(place, item["input"], [near for near in fields if near[:-1] == place[:-1]])
+                    yield f"{where} is not a setting of {stage} recipes, only of {others} recipes.{hint}"
+                else:
+                    yield f"{where} is not a setting.{suggest(place, item['input'], list(fields))}"
             case "missing" if inside:
                 yield f"{where} has too few values{described}"
             case "missing":

@@ -479,6 +479,8 @@ def test_explain_prints_only_the_named_settings(read):
     assert "# max_tokens: … " in explain(loaded, ["rewards.overlong"]), "a kind that the recipe does not use"
     with pytest.raises(RecipeError, match=r"--explain: critc is not a setting of rl recipes\. Did you mean critic\?"):
         explain(loaded, ["critc"])
+    with pytest.raises(RecipeError, match=r"--explain: train\.rows_per_step is not a setting of rl recipes, only of sft recipes\.$"):
+        explain(loaded, ["train.rows_per_step"])
 
 
 @pytest.mark.parametrize(
@@ -584,6 +586,20 @@ def test_explain_prints_single_settings_of_a_kind_of_reward(read):
 )
 def test_old_names_suggest_the_new_ones(error_for, old, new):
     assert f"is not a setting. Did you mean {new}?" in error_for(RL, old)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("rollout={n: 2}", "rollout is not a setting of sft recipes, only of rl recipes."),
+        ("rewards=[{kind: length}]", "rewards is not a setting of sft recipes, only of rl and score recipes."),
+        ("train.share_prompts=true", "share_prompts is not a setting of sft recipes, only of dpo, reward-model and rl recipes."),
+        ("train.pairs_per_step=2", "only of dpo and reward-model recipes. Did you mean train.rows_per_step?"),
+        ("optim.rows_per_step=2", "optim.rows_per_step is not a setting. Did you mean train.rows_per_step?"),
+    ],
+)
+def test_settings_of_other_stages_are_recognised(error_for, given, message):
+    assert error_for(f"stage: sft\n{MINIMAL}", given).endswith(message)
 
 
 def test_the_engine_is_native_or_a_class_in_a_file(read, error_for):
