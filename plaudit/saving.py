@@ -24,6 +24,8 @@ from plaudit.world import World
 
 COPY_SHARE = 0.9
 """Of the host memory that is available: what the copies may take."""
+SIGNALS_EVERY_S = 0.5
+"""How often a wait looks for Ctrl-C."""
 
 
 class Saver:
@@ -105,7 +107,8 @@ class Saver:
         if self._thread is None:
             return
         self._world.heartbeat.begin_phase("waiting for a checkpoint to be written")
-        self._thread.join()
+        while self._thread.is_alive():  # a signal just before a wait, or in another thread, does not end it
+            self._thread.join(SIGNALS_EVERY_S)
         self._world.heartbeat.end_phase()
         error, self._thread, self._error = self._error, None, None
         if error is not None:
