@@ -58,7 +58,8 @@ def test_a_temporary_log_is_kept_for_failures_only(program, tmp_path, monkeypatc
     model = launched(program, *arguments).model
     message = ""
     try:
-        answers = generate(LaunchedModel(model, program=[sys.executable, str(program)]), "a")
+        limits = ModelLimits(backoff_s=0.01, retries=2)
+        answers = generate(LaunchedModel(model, program=[sys.executable, str(program)], limits=limits), "a")
         message = answers[0].failure.message if answers[0].failure else ""
     except RecipeError as error:
         message = str(error)
