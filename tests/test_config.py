@@ -479,7 +479,9 @@ def test_explain_prints_only_the_named_settings(read):
     assert "# max_tokens: … " in explain(loaded, ["rewards.overlong"]), "a kind that the recipe does not use"
     with pytest.raises(RecipeError, match=r"--explain: critc is not a setting of rl recipes\. Did you mean critic\?"):
         explain(loaded, ["critc"])
-    with pytest.raises(RecipeError, match=r"--explain: train\.rows_per_step is not a setting of rl recipes, only of sft recipes\.$"):
+    with pytest.raises(
+        RecipeError, match=r"--explain: train\.rows_per_step is not a setting of rl recipes, only of sft recipes\.$"
+    ):
         explain(loaded, ["train.rows_per_step"])
 
 
