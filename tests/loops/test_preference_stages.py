@@ -404,7 +404,7 @@ def test_doctor_warns_that_length_predicts_preference(tmp_path, plaudit, tiny_mo
         ("dpo", "loss.label_smoothing=0.5", "loss.label_smoothing should be less than 0.5"),
         ("dpo", "loss.kind=sigmod", "Did you mean sigmoid?"),
         ("dpo", "reference.path=./nowhere", "reference.path: ./nowhere does not exist."),
-        ("dpo", "data.margin_column=by", "data.margin_column is not a setting."),
+        ("dpo", "data.margin_column=by", "data.margin_column is not a setting of dpo recipes, only of reward-model recipes"),
         ("reward-model", "loss.center_rewards_coefficient=1", "Did you mean loss.centring_coefficient?"),
         ("reward-model", "data.train=nowhere.jsonl", "data.train: nowhere.jsonl does not exist."),
         ("reward-model", "data.margin_column=by", "column 'by' is missing"),
