@@ -1,14 +1,16 @@
-"""Time to draw a token for each row of logits, and for how many rows torch would draw the same token.
+"""Time to draw a token for each row of logits, and for how many rows our torch version draws the same token.
 
-    python bench/gpu_draw.py                              # one GPU, under a minute
+    python bench/gpu_draw.py                              # one GPU
     TRITON_INTERPRET=1 python bench/gpu_draw.py --device cpu --rows 4 --vocabulary 9000 --runs 1     # a smoke test
 
 Logits are normal with a deviation of 3, which is harder for top-p than a language model's. The peer does what samplers in torch
-do: sort (or topk) the logits, mask, softmax, and an exponential race for the token; without log-probs, which the kernel's time
-includes. Both are captured in CUDA graphs; median of --runs, each over other logits than the last.
+do: topk, or a sort and a cumulative sum, softmax, and an exponential race for the token; without log-probs, which the kernels' time
+includes. Both are captured in CUDA graphs; medians, with the GPU's cache filled with other memory before each run. The engine draws
+for at most 256 rows at a time.
 """
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +22,6 @@ from torch import Tensor
 from plaudit.rollout.engine import Sampling
 from plaudit.rollout.native import kernels, torch_ops
 from plaudit.rollout.native.batch import COLUMNS, KEY, LIMIT, POSITION, device_sampling
-from plaudit.rollout.native.sampler import keep_likely
 
 KINDS = {
     "plain": {},
@@ -41,27 +42,37 @@ KINDS = {
 def in_torch(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     if sampling.temperature == 0.0:
         return logits_BV.argmax(-1)
-    kept_BV = keep_likely(logits_BV / sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    return (kept_BV.softmax(-1) / torch.empty_like(kept_BV).exponential_()).argmax(-1)
+    scaled_BV = logits_BV if sampling.temperature == 1.0 else logits_BV / sampling.temperature
+    if sampling.top_k is not None:
+        scaled_BV = scaled_BV.masked_fill(scaled_BV < scaled_BV.topk(sampling.top_k).values[:, -1:], -math.inf)
+    if sampling.min_p > 0.0:
+        scaled_BV = scaled_BV.masked_fill(scaled_BV < scaled_BV.amax(-1, keepdim=True) + math.log(sampling.min_p), -math.inf)
+    tokens_BV = None
+    if sampling.top_p < 1.0:
+        scaled_BV, tokens_BV = scaled_BV.sort(descending=True)
+        probs_BV = scaled_BV.softmax(-1)
+        scaled_BV = scaled_BV.masked_fill(probs_BV.cumsum(-1) - probs_BV >= sampling.top_p, -math.inf)
+    at_B = (scaled_BV.softmax(-1) / torch.empty_like(scaled_BV).exponential_()).argmax(-1)
+    return at_B if tokens_BV is None else tokens_BV.gather(1, at_B[:, None])[:, 0]
 
 
-def microseconds(compute: Callable[[], object], logits_BV: Tensor, runs: int) -> float:
-    """Median over runs; as a CUDA graph, on a GPU."""
+def microseconds(compute: Callable[[], object], device: torch.device, runs: int) -> float:
+    """The median, of a CUDA graph on a GPU."""
     compute()
-    if logits_BV.device.type != "cuda":
-        start = time.perf_counter()
-        compute()
-        return (time.perf_counter() - start) * 1e6
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        compute()
+    if device.type != "cuda":
+        taken = []
+        for _ in range(runs):
+            start = time.perf_counter()
+            compute()
+            taken.append((time.perf_counter() - start) * 1e6)
+        return median(taken)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         compute()
-    taken = []
+    other, taken = torch.empty(1 << 28, dtype=torch.uint8, device=device), []
     for _ in range(runs):
-        logits_BV.copy_(logits_BV.roll(1, 0))  # also fills the cache with other memory
+        other.zero_()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
@@ -74,11 +85,13 @@ def microseconds(compute: Callable[[], object], logits_BV: Tensor, runs: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rows", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--rows", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--vocabulary", type=int, default=152_064)
     parser.add_argument("--runs", type=int, default=21)
     args = parser.parse_args()
     device = torch.device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     print(f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}\n")
     print("| rows | settings | µs | torch, µs | ratio | same token as torch_ops |\n| --- | --- | --- | --- | --- | --- |")
     for rows in args.rows:
@@ -99,7 +112,7 @@ def main() -> None:
 
             draw = partial(kernels.draw_and_advance, logits_BV, ours, results_B4, on_device)
             peer = partial(in_torch, logits_BV, sampling)
-            us, torch_us = (microseconds(compute, logits_BV, args.runs) for compute in (draw, peer))
+            us, torch_us = (microseconds(compute, device, args.runs) for compute in (draw, peer))
             print(f"| {rows} | {name} | {us:.0f} | {torch_us:.0f} | {torch_us / us:.1f} | {same} of {rows} |", flush=True)
 
 

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from plaudit import plugins
-from plaudit.errors import RecipeError, did_you_mean
+from plaudit.errors import RecipeError, did_you_mean, nearest
 from plaudit.recipe import STAGES, Recipe
 from plaudit.recipe_file import COMMAND_LINE, build, compose, read_recipe_file, shown
 from plaudit.redaction import SECRET_NAME, redact
@@ -62,11 +62,15 @@ class Draft:
         """The recipe for `stage` (default: the one it names)."""
         tree, sources, path = _with_shipped_files(self.tree), self.sources, self.path
         _refuse_secrets(tree, (), sources, path)
+        is_named = stage is not None or tree.get("stage") is not None
         stage = _stage(tree, stage, sources, path)
         try:
             recipe = _validated(tree, STAGES[stage], sources, self._in_file, self.overridden_by)
         except ValidationError as error:
-            raise RecipeError("\n".join(_explain(error, settings_of(tree, STAGES[stage]), sources, path, stage))) from None
+            lines = list(_explain(error, settings_of(tree, STAGES[stage]), sources, path, stage))
+            if not is_named and any(f"is not a setting of {stage} recipes" in line for line in lines):
+                lines[-1] += f" The recipe names no stage and was taken for {stage}; if it is another, add `stage: …`."
+            raise RecipeError("\n".join(lines)) from None
         _refuse_secrets(tree, (), sources, path)  # again: now the variables that hold keys are known
         return LoadedRecipe(recipe, path, sources, self.overridden_by)
 
@@ -270,10 +274,18 @@ def section_class(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def stages_with(place: Place) -> str:
-    """'sft, dpo and rl': whose recipes have a setting."""
-    stages = [stage for stage in STAGES if place in dict(settings(STAGES[stage]))]
-    return " and ".join([part for part in (", ".join(stages[:-1]), *stages[-1:]) if part])
+def belongs_elsewhere(place: Place, stage: str, known: Sequence[Place]) -> str:
+    """' of sft recipes, only of rl recipes.': what to say of a setting that only other stages' recipes have; '' if none has it.
+    `known`: the settings that this recipe may have."""
+    section = place if (place[0],) in known else place[:1]  # what is in it depends on the kind of a reward, for example
+    stages = [other for other in STAGES if section in dict(settings(STAGES[other]))]
+    if stage in stages or not stages:
+        return ""
+    others = " and ".join(part for part in (", ".join(stages[:-1]), stages[-1]) if part)
+    siblings = [str(near[-1]) for near in known if near[:-1] == place[:-1]]
+    near = nearest(str(place[-1]), siblings, cutoff=0.8)  # rows_per_step, pairs_per_step: each stage has its own
+    hint = f" Did you mean {dotted((*place[:-1], near))}?" if near else ""
+    return f" of {stage} recipes, only of {others} recipes.{hint}"
 
 
 def _explain(
@@ -300,11 +312,8 @@ def _explain(
         described = f" ({' '.join((fields[place].description or '').split())})" if place in fields else ""
         match item["type"]:
             case "extra_forbidden":
-                if others := stages_with(place) if stage is not None else "":
-                    hint = suggest(place, item["input"], [near for near in fields if near[:-1] == place[:-1]])
-                    yield f"{where} is not a setting of {stage} recipes, only of {others} recipes.{hint}"
-                else:
-                    yield f"{where} is not a setting.{suggest(place, item['input'], list(fields))}"
+                elsewhere = belongs_elsewhere(place, stage, list(fields)) if stage is not None else ""
+                yield f"{where} is not a setting{elsewhere or '.' + suggest(place, item['input'], list(fields))}"
             case "missing" if inside:
                 yield f"{where} has too few values{described}"
             case "missing":

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from plaudit import plugins
-from plaudit.config import LoadedRecipe, Place, dotted, section_class, stages_with
+from plaudit.config import LoadedRecipe, Place, belongs_elsewhere, dotted, section_class
 from plaudit.errors import RecipeError, nearest
 from plaudit.recipe.rewards import RewardSettings
 from plaudit.recipe.section import Section
@@ -90,10 +90,9 @@ def explain(loaded: LoadedRecipe, only: Sequence[str] = (), width: int = WIDTH) 
                 blocks[after:after] = _settings(plugins.kind("rewards", kind), None, ("rewards", kind), {}, commented=True)
     for place in wanted:
         if not any(block[: len(place)] == place for block, _ in blocks):
-            others = stages_with(place)
-            only_others = f", only of {others} recipes" if others else ""
-            hint = "" if others else _hint(place, loaded.recipe, [block for block, _ in blocks])
-            raise RecipeError(f"--explain: {dotted(place)} is not a setting of {loaded.recipe.stage} recipes{only_others}.{hint}")
+            known, stage = [block for block, _ in blocks], loaded.recipe.stage
+            rest = belongs_elsewhere(place, stage, known) or f" of {stage} recipes.{_hint(place, loaded.recipe, known)}"
+            raise RecipeError(f"--explain: {dotted(place)} is not a setting{rest}")
     lines = []
     for place, text in blocks:
         if not wanted or any(place[: len(one)] == one for one in wanted):

@@ -24,8 +24,8 @@ from plaudit.world import World
 
 COPY_SHARE = 0.9
 """Of the host memory that is available: what the copies may take."""
-SIGNALS_EVERY_S = 0.5
-"""How often a wait looks for Ctrl-C."""
+CHECK_SIGNALS_EVERY_S = 0.5
+"""While it waits: a signal that arrives just before, or in another thread, does not interrupt a lock."""
 
 
 class Saver:
@@ -36,7 +36,9 @@ class Saver:
         self._checkpoints = folder / "checkpoints"
         self._copies: bool | None = None
         """Whether what is saved is copied first; None: not decided yet."""
-        self._thread: threading.Thread | None = None
+        self._written: threading.Event | None = None
+        """Set once the last checkpoint is on disk, or has failed. Not the thread's own state: when Ctrl-C leaves its `join`, Python
+        takes a thread that is still running for ended."""
         self._step = 0
         self._error: BaseException | None = None
         self._times: dict[str, float] = {}
@@ -80,23 +82,25 @@ class Saver:
         self._times = {"time/save_s": time.monotonic() - began, "time/save_wait_s": waited_s}
 
     def _start(self, step: int, write: Callable[[], None]) -> None:
-        assert self._thread is None
+        assert self._written is None
         self._step = step
+        self._written = written = threading.Event()
 
         def run() -> None:
             try:
                 write()
             except BaseException as error:  # whatever it is, the training thread has to know
                 self._error = error
+            finally:
+                written.set()
 
         # A daemon: when the process has to end at once, a half-written folder is left behind, which is no checkpoint.
-        self._thread = threading.Thread(target=run, name="saving", daemon=True)
-        self._thread.start()
+        threading.Thread(target=run, name="saving", daemon=True).start()
 
     @property
     def writing(self) -> int | None:
         """The step whose checkpoint is being written, if there is one."""
-        return self._step if self._thread is not None and self._thread.is_alive() else None
+        return self._step if self._written is not None and not self._written.is_set() else None
 
     @property
     def has_failed(self) -> bool:
@@ -104,13 +108,13 @@ class Saver:
 
     def wait(self) -> None:
         """Until nothing is being written. Raises what went wrong, once."""
-        if self._thread is None:
+        if self._written is None:
             return
         self._world.heartbeat.begin_phase("waiting for a checkpoint to be written")
-        while self._thread.is_alive():  # a signal just before a wait, or in another thread, does not end it
-            self._thread.join(SIGNALS_EVERY_S)
+        while not self._written.wait(CHECK_SIGNALS_EVERY_S):
+            pass
         self._world.heartbeat.end_phase()
-        error, self._thread, self._error = self._error, None, None
+        error, self._written, self._error = self._error, None, None
         if error is not None:
             raise error
 

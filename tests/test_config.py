@@ -479,10 +479,12 @@ def test_explain_prints_only_the_named_settings(read):
     assert "# max_tokens: … " in explain(loaded, ["rewards.overlong"]), "a kind that the recipe does not use"
     with pytest.raises(RecipeError, match=r"--explain: critc is not a setting of rl recipes\. Did you mean critic\?"):
         explain(loaded, ["critc"])
-    with pytest.raises(
-        RecipeError, match=r"--explain: train\.rows_per_step is not a setting of rl recipes, only of sft recipes\.$"
-    ):
+    with pytest.raises(RecipeError, match=r"of rl recipes, only of sft recipes\. Did you mean train\.prompts_per_step\?$"):
         explain(loaded, ["train.rows_per_step"])
+    with pytest.raises(
+        RecipeError, match=r"rewards\.judge\.model is not a setting of sft recipes, only of rl and score recipes\.$"
+    ):
+        explain(read(f"stage: sft\n{MINIMAL}"), ["rewards.judge.model"])
 
 
 @pytest.mark.parametrize(
@@ -597,11 +599,19 @@ def test_old_names_suggest_the_new_ones(error_for, old, new):
         ("rewards=[{kind: length}]", "rewards is not a setting of sft recipes, only of rl and score recipes."),
         ("train.share_prompts=true", "share_prompts is not a setting of sft recipes, only of dpo, reward-model and rl recipes."),
         ("train.pairs_per_step=2", "only of dpo and reward-model recipes. Did you mean train.rows_per_step?"),
+        ("run.keep_tokens=true", "run.keep_tokens is not a setting of sft recipes, only of rl recipes."),
         ("optim.rows_per_step=2", "optim.rows_per_step is not a setting. Did you mean train.rows_per_step?"),
     ],
 )
 def test_settings_of_other_stages_are_recognised(error_for, given, message):
     assert error_for(f"stage: sft\n{MINIMAL}", given).endswith(message)
+
+
+def test_a_stage_that_was_not_named_is_stated(error_for):
+    sections = f"{MINIMAL}reference: {{path: m}}\nloss: {{beta: 0.1}}\nrollout: {{n: 2}}\n"
+    message = "r.yaml:6: rollout is not a setting of dpo recipes, only of rl recipes."
+    assert error_for(sections) == f"{message} The recipe names no stage and was taken for dpo; if it is another, add `stage: …`."
+    assert error_for(f"{sections}stage: dpo\n") == message
 
 
 def test_the_engine_is_native_or_a_class_in_a_file(read, error_for):

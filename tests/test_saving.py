@@ -1,6 +1,7 @@
 """Checkpoints that are written while training continues: what waits for what, and what a failure leaves."""
 
 import json
+import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -86,6 +87,18 @@ def test_one_checkpoint_is_written_at_a_time(tmp_path, saver, owner):
     assert saver.take_times() == {}
     saver.wait()
     assert newest(tmp_path) == (2, [0.0, 0.0, 0.0])
+
+
+def test_after_ctrl_c_while_waiting_the_checkpoint_is_waited_for_again(tmp_path, saver, owner):
+    saver.save(owner, 1, {}, best_step=None)
+    threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        saver.wait()
+    assert saver.writing == 1
+    threading.Timer(0.3, owner.may_write.set).start()
+    saver.wait()
+    assert saver.writing is None
+    assert newest(tmp_path) == (1, [0.0, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("noticed", ["at the next save", "at the end"])

@@ -1,8 +1,8 @@
-"""The k-th greatest logit of each row, exactly what `torch.topk` finds.
+"""The k-th greatest logit of each row, exactly what `torch.topk` finds if no logit is NaN.
 
-The k blocks of neighbouring logits with the greatest maxima hold k values that are at least the least of these maxima, and every
-greater value of the row. So `_peaks` reads a row's logits once for the maxima of all blocks, `_choose` takes k blocks, and `_kth`
-reads only these. Both search bit by bit for the greatest bound that k of their numbers reach.
+A row is divided into blocks of 64 logits. The k blocks with the greatest maxima contain at least k logits that reach the least of
+these maxima, and every logit above it, so the k-th greatest is among them. `_peaks` reads a row once for the maxima, `_choose`
+takes k blocks, and `_kth` reads only these. Both search bit by bit for the greatest bound that k of their numbers reach.
 """
 
 # A launch takes arguments that the kernel does not declare.
@@ -18,7 +18,7 @@ from plaudit.models.heads import next_power_of_2
 BLOCK = 64
 BLOCKS_AT_ONCE = 64
 MOST = 128
-"""The greatest k: with more, `_kth` would need too many registers."""
+"""The greatest k: with twice as many logits, `_kth` would need more registers than there are."""
 
 
 def kth_greatest(logits_BV: Tensor, rows_BC: Tensor, k: int) -> Tensor:
@@ -47,7 +47,7 @@ def kth_greatest(logits_BV: Tensor, rows_BC: Tensor, k: int) -> Tensor:
 
 @triton.jit
 def _ordered(x):
-    """Unsigned integers in the order of the floats x; all are greater than 0."""
+    """Unsigned integers in the order of the floats x; those of numbers are greater than 0."""
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
