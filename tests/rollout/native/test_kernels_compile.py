@@ -18,7 +18,6 @@ import json, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from plaudit.models.heads import next_power_of_2
 from plaudit.models.kernels import attention as packed, layers as shared, merging, vocabulary
 from plaudit.models.kernels.compile_options import NO_FP_FUSION
 from plaudit.rollout.native.kernels import attention, draw, layers, top_k
@@ -104,11 +103,11 @@ for capability in (80, 90):
         settled = {"MANY": 64, "TEMPERED": tempered}
         compiled(vocabulary._settle, "fp32", capability, settled, {"num_warps": 1} | NO_FP_FUSION, **tokens)
         compiled(vocabulary._gradients, "fp32", capability, tile | {"ENTROPY": tempered}, warps, **tokens, grad_ptr="*bf16")
-    for k in (1, 50, top_k.MOST):
-        kinds = {"COLUMNS": 5, "K": k}
-        compiled(top_k._choose, "fp32", capability, kinds | {"MANY": 4096}, {"num_warps": 8}, chosen_ptr="*i32")
-        block = kinds | {"MANY": next_power_of_2(k), "BLOCK": top_k.BLOCK}
+    for many, one in ((1, {"k": 1, "number": 1}), (32, {}), (top_k.MOST, {})):  # Triton makes arguments that are 1 constants
+        block = {"COLUMNS": 5, "MANY": many, "BLOCK": top_k.BLOCK} | one
         compiled(top_k._kth, "fp32", capability, block, {"num_warps": 8}, chosen_ptr="*i32")
+        choose = {"COLUMNS": 5, "MANY": 4096} | {name: value for name, value in one.items() if name == "k"}
+        compiled(top_k._choose, "fp32", capability, choose, {"num_warps": 8}, chosen_ptr="*i32")
     peaks = {"COLUMNS": 5, "BLOCK": top_k.BLOCK, "AT_ONCE": top_k.BLOCKS_AT_ONCE}
     compiled(top_k._peaks, "fp32", capability, peaks, {"num_warps": 8})
     compiled(draw._accept, "fp32", capability, row | {"MANY": 64, "FLOOR": True}, {"num_warps": 8})

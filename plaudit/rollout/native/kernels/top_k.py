@@ -35,12 +35,12 @@ def kth_greatest(logits_BV: Tensor, rows_BC: Tensor, k: int) -> Tensor:
         COLUMNS=rows_BC.shape[1], BLOCK=BLOCK, AT_ONCE=BLOCKS_AT_ONCE, num_warps=8,
     )  # fmt: skip
     _choose[(B,)](
-        rows_BC, peaks_BN, chosen_Bk, blocks,
-        COLUMNS=rows_BC.shape[1], K=k, MANY=next_power_of_2(blocks), num_warps=8,
+        rows_BC, peaks_BN, chosen_Bk, blocks, k,
+        COLUMNS=rows_BC.shape[1], MANY=next_power_of_2(blocks), num_warps=8,
     )  # fmt: skip
     _kth[(B,)](
-        logits_BV, logits_BV.stride(0), rows_BC, chosen_Bk, kth_B, V, min(k, blocks),
-        COLUMNS=rows_BC.shape[1], BLOCK=BLOCK, K=k, MANY=next_power_of_2(k), num_warps=8,
+        logits_BV, logits_BV.stride(0), rows_BC, chosen_Bk, kth_B, V, k, min(k, blocks),
+        COLUMNS=rows_BC.shape[1], BLOCK=BLOCK, MANY=next_power_of_2(k), num_warps=8,
     )  # fmt: skip
     return kth_B
 
@@ -83,34 +83,34 @@ def _peaks(
 
 
 @triton.jit
-def _choose(rows_ptr, peaks_ptr, chosen_ptr, blocks, COLUMNS: tl.constexpr, K: tl.constexpr, MANY: tl.constexpr):
-    """K blocks with the greatest maxima, in no particular order; all, if there are fewer."""
+def _choose(rows_ptr, peaks_ptr, chosen_ptr, blocks, k, COLUMNS: tl.constexpr, MANY: tl.constexpr):
+    """k blocks with the greatest maxima, in no particular order; all, if there are fewer."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(rows_ptr + row * COLUMNS + 1) < 0:
         return
     block = tl.arange(0, MANY)
     peaks = _ordered(tl.load(peaks_ptr + row * blocks + block, mask=block < blocks, other=0.0))
     peaks = tl.where(block < blocks, peaks, 0)
-    bound = _reached(peaks, K)
+    bound = _reached(peaks, k)
     above = (peaks > bound).to(tl.int32)
     equal = (peaks == bound).to(tl.int32)
     place = tl.where(above == 1, tl.cumsum(above, 0), tl.sum(above, 0) + tl.cumsum(equal, 0)) - 1
-    chosen = (above + equal == 1) & (place < K) & (block < blocks)
-    tl.store(chosen_ptr + row * K + place, block, mask=chosen)
+    chosen = (above + equal == 1) & (place < k) & (block < blocks)
+    tl.store(chosen_ptr + row * k + place, block, mask=chosen)
 
 
 @triton.jit
 def _kth(
-    logits_ptr, logits_stride, rows_ptr, chosen_ptr, kth_ptr, V, number,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, MANY: tl.constexpr,
+    logits_ptr, logits_stride, rows_ptr, chosen_ptr, kth_ptr, V, k, number,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if tl.load(rows_ptr + row * COLUMNS + 1) < 0:
         return
     i = tl.arange(0, MANY)
-    chosen = tl.load(chosen_ptr + row * K + i, mask=i < number, other=0)
+    chosen = tl.load(chosen_ptr + row * k + i, mask=i < number, other=0)
     token = chosen[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     is_token = (i < number)[:, None] & (token < V)
     z = _ordered(tl.load(logits_ptr + row * logits_stride + token, mask=is_token, other=0.0))
-    kth = _reached(tl.reshape(tl.where(is_token, z, 0), [MANY * BLOCK]), K)
+    kth = _reached(tl.reshape(tl.where(is_token, z, 0), [MANY * BLOCK]), k)
     tl.store(kth_ptr + row, _as_float(kth))
