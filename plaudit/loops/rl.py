@@ -57,6 +57,7 @@ from plaudit.rollout.build import build_engine, engine_class
 from plaudit.rollout.engine import EngineSetup, Weights
 from plaudit.run import Run
 from plaudit.train.build import plan_training
+from plaudit.train.memory_plan import launched_models
 from plaudit.train.trainer import compute_repeatably
 from plaudit.types import ScoredGroup
 from plaudit.world import World
@@ -117,7 +118,9 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         own_weights = engine_kind.own_weights and not lag
         sampled = learner.policy.model if own_weights else load_sampled(recipe.model, learner.policy, copy=lag)
         reserved = learner.resident_bytes(sampled)
-        setup = EngineSetup(recipe.rollout, sampled, template.tokenizer, sampling_world, reserved, run.folder, rewards.rests)
+        # A judge's server, even one that never sleeps, may be started again; a device may be several processes'.
+        shares_device = bool(launched_models(recipe)) or (world.is_joined and world.through_host)
+        setup = EngineSetup(recipe.rollout, sampled, template.tokenizer, sampling_world, reserved, run.folder, shares_device)
         engine = stack.enter_context(closing(build_engine(setup)))
         ends = threading.Event()
         activity = Activity(partial(_check, run, sampling_world, ends))

@@ -50,7 +50,8 @@ def quantise(weight: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
         part = flat[some.start * BLOCK : some.stop * BLOCK].float()
         part = pad(part, (0, -len(part) % BLOCK)).view(-1, BLOCK)
         largest = part.abs().amax(1)
-        scales[some] = largest / 127 if bits == 8 else largest
+        # A tensor: torch multiplies by the reciprocal of a number on a GPU, which is another number than the quotient.
+        scales[some] = largest / largest.new_tensor(127.0) if bits == 8 else largest
         scaled = part / scales[some].where(largest > 0, 1.0)[:, None]
         codes[some] = scaled.round().to(torch.int8) if bits == 8 else _packed(scaled)
     return codes, scales

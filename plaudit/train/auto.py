@@ -20,7 +20,7 @@ from plaudit.report.progress import print_line
 from plaudit.train.memory_plan import (
     Lengths,
     Trained,
-    local_reward_models,
+    launched_models,
     plan_critic,
     plan_devices,
     plan_policy,
@@ -201,9 +201,7 @@ def _with_micro_batch(recipe: Trained, tokens: int) -> Trained:
 def _unplanned(recipe: TrainingRecipe, available: float, processes: Processes) -> float:
     """Memory of the GPU that no plan counts: that of launched servers that never sleep; without any, that of other processes. Not
     both: a server that is starting would be counted twice."""
-    rewards = [reward for _, reward in local_reward_models(recipe)]
-    launched = [reward for reward in rewards if reward.model.placement == "launch" and reward.model.gpus is None]
-    if launched:
+    if launched := launched_models(recipe):
         return sum(server_share(reward) * available for reward in launched if not reward.model.sleep)
     return processes.taken_by_others()
 

@@ -249,6 +249,7 @@ class BucketedGradients:
         for bucket in self._buckets:
             bucket.clear()
         self._present.clear()
+        self._last_pass.end()
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -353,6 +354,9 @@ class _LastPass:
                 bucket.work.wait()
                 if self._sharded:
                     bucket.gradients = None
+        self.end()
+
+    def end(self) -> None:
         self._is_running, self._next = False, 0
 
     def _start_next(self) -> None:

@@ -182,6 +182,12 @@ def local_reward_models(recipe: Recipe) -> list[tuple[str, ModelReward]]:
     return list(found.values())
 
 
+def launched_models(recipe: Recipe) -> list[ModelReward]:
+    """Those whose servers this process starts, on its own device."""
+    rewards = [reward for _, reward in local_reward_models(recipe)]
+    return [reward for reward in rewards if reward.model.placement == "launch" and reward.model.gpus is None]
+
+
 # Components and their needs -------------------------------------------------------------------------------------------
 
 

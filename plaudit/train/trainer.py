@@ -95,17 +95,15 @@ class Trainer:
         self.trained.model.train()
         try:
             total, sums = self._run_passes(micro_batches, loss)
-        except BaseException:
-            self.optimiser.gradients.clear()  # those of some micro-batches: not a part of the next update
-            raise
-        self.optimiser.gradients.finish()
-        norm = self.optimiser.clip()
-        metrics = self.world.sum_metrics({"loss": total.item(), **{name: value.item() for name, value in sums.items()}})
-        if math.isfinite(metrics["loss"]) and bool(torch.isfinite(norm)):
-            self.optimiser.step(lr)
-        else:
-            self.skipped_steps += 1
-        self.optimiser.gradients.clear()
+            self.optimiser.gradients.finish()
+            norm = self.optimiser.clip()
+            metrics = self.world.sum_metrics({"loss": total.item(), **{name: value.item() for name, value in sums.items()}})
+            if math.isfinite(metrics["loss"]) and bool(torch.isfinite(norm)):
+                self.optimiser.step(lr)
+            else:
+                self.skipped_steps += 1
+        finally:
+            self.optimiser.gradients.clear()  # even of an update that something has ended: not a part of the next one
         self.updates += 1
         if self.skipped_steps > self.max_skipped_steps:
             raise TrainingStopped(

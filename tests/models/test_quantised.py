@@ -84,6 +84,15 @@ def test_eight_bits_are_those_of_bitsandbytes():
     assert error.max() > 0
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_gpu_quantises_as_a_cpu_does(bits):
+    """What is trained on one and merged on the other is the same model."""
+    weight = (torch.randn(512, 1024, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
+    for on_gpu, on_cpu in zip(quantise(weight.cuda(), bits), quantise(weight, bits), strict=True):
+        assert torch.equal(on_gpu.cpu(), on_cpu)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_any_shape_and_zeros(bits, monkeypatch):
     """A last block that is not full, blocks in several chunks, and 0 stays 0."""

@@ -307,6 +307,24 @@ def test_an_interrupted_update_does_not_affect_the_next_one(tiny_model, dtype):
     assert_same_bits(snapshot(trainers[0]), snapshot(trainers[1]))
 
 
+@pytest.mark.parametrize("method", ["clip", "step"])
+def test_nor_does_one_that_ends_after_its_passes(tiny_model, method, monkeypatch):
+    """For example without memory for the optimiser's state."""
+    interrupted, other = load(tiny_model), load(tiny_model)
+    trainers = make_trainer(interrupted), make_trainer(other)
+    batches = [pack(rows_of(other))]
+
+    def raises(*given: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(trainers[0].optimiser, method, raises)
+        trainers[0].update(batches, nll_of(interrupted, batches))
+    for trainer, policy in zip(trainers, (interrupted, other), strict=True):
+        trainer.update(batches, nll_of(policy, batches))
+    assert_same_bits(snapshot(trainers[0]), snapshot(trainers[1]))
+
+
 def test_too_many_skipped_steps_stop_the_run(tiny_model):
     policy = load(tiny_model)
     trainer, batches = make_trainer(policy, max_skipped_steps=2), [pack(rows_of(policy))]

@@ -20,6 +20,7 @@ from plaudit.expandable_segments import segments_expand
 from plaudit.models.heads import Heads, block_tokens
 
 FREE_SHARE = 0.92  # of free memory, at most: activations need some
+FREE_BYTES = 2**31  # that the driver should have while sampling: kernels are loaded into memory that torch has not cached
 COPIED_AT_ONCE = 32  # blocks: a copy needs temporary memory of the same size
 
 
@@ -84,6 +85,8 @@ class KVCache:
             except torch.OutOfMemoryError:  # what torch has cached is in pieces that are too small
                 blocks = self._after_returning(blocks, min_blocks)
         self.memory = self._empty(blocks) if self.memory is None else self.memory
+        if self.shape.device.type == "cuda" and torch.cuda.mem_get_info(self.shape.device)[0] < FREE_BYTES:
+            torch.cuda.empty_cache()
         self.base.fill_((self.memory.data_ptr() - self.anchor.data_ptr()) // self.shape.dtype.itemsize)
         return blocks
 

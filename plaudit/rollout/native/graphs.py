@@ -14,8 +14,6 @@ from plaudit.models.heads import next_power_of_2
 
 # Captures share one torch stream, and a judge in another thread may capture while the policy samples.
 _CAPTURE_LOCK = threading.Lock()
-FREE_BYTES = 2**31
-"""What the driver should have left before a capture, which takes memory of its own, and cannot use what torch has cached."""
 
 
 class DecodeGraphs:
@@ -45,8 +43,7 @@ class DecodeGraphs:
             return None
         graph = torch.cuda.CUDAGraph()
         with _CAPTURE_LOCK:
-            if torch.cuda.mem_get_info(self.device)[0] < FREE_BYTES:
-                torch.cuda.empty_cache()
+            # (Before that, it returns what torch has cached: a capture cannot use it.)
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # records, runs nothing
                 step()
         self._pool = self._pool or graph.pool()

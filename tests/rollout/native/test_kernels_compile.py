@@ -73,7 +73,9 @@ for capability in (80, 90):
         compiled(packed._attend, dtype, capability, shape | {"ROWS": packed.ROWS}, tuned)
         fp32 = {"x_ptr": "*fp32", "summed_ptr": "*fp32", "grad_x_ptr": "*fp32", "grad_ptr": "*fp32", "grad_weight_ptr": "*fp32"}
         compiled(shared._add_norm, dtype, capability, {"D": 896, "BLOCK": 1024, "PARTS": 2}, NO_FP_FUSION, **fp32)
-        compiled(shared._norm_backward, dtype, capability, {"D": 896, "BLOCK": 1024, "ADD": True, "ROUND": True}, {}, **fp32)
+        for trains in (True, False):
+            norm = {"D": 896, "BLOCK": 1024, "ADD": True, "ROUND": True, "TRAINS": trains}
+            compiled(shared._norm_backward, dtype, capability, norm, {}, **fp32)
         compiled(shared._swiglu, dtype, capability, {"HALF": 4864, "BLOCK": 1024}, NO_FP_FUSION)
         compiled(shared._swiglu_backward, dtype, capability, {"HALF": 4864, "BLOCK": 1024}, {})
         compiled(shared._join_parts, dtype, capability, {"PARTS": 2, "BLOCK": 1024}, NO_FP_FUSION, parts_ptr="*fp32")
@@ -92,7 +94,8 @@ for capability in (80, 90):
     for dtype, aligned in (("bf16", True), ("bf16", False), ("fp32", True)):
         tile = {"ROWS": merging.ROWS if aligned else merging.FEW_ROWS, "COLUMNS": merging.COLUMNS}
         tuned, wide = {"num_warps": merging.WARPS} | NO_FP_FUSION, {"columns"} if aligned else set()
-        compiled(merging._merge, dtype, capability, tile, tuned, wide)
+        for one in ({}, {"rank": 1}):
+            compiled(merging._merge, dtype, capability, tile | one, tuned, wide)
         for four, merge in ((True, True), (False, True), (True, False)):
             kind = {"FOUR_BITS": four, "MERGE": merge, "ALIGNED": aligned}
             codes = "*u8" if four else "*i8"
@@ -110,7 +113,8 @@ for capability in (80, 90):
         compiled(top_k._choose, "fp32", capability, choose, {"num_warps": 8}, chosen_ptr="*i32")
     peaks = {"COLUMNS": 5, "BLOCK": top_k.BLOCK, "AT_ONCE": top_k.BLOCKS_AT_ONCE}
     compiled(top_k._peaks, "fp32", capability, peaks, {"num_warps": 8})
-    compiled(draw._accept, "fp32", capability, row | {"MANY": 64, "FLOOR": True}, {"num_warps": 8})
+    for floor in (True, False):
+        compiled(draw._accept, "fp32", capability, row | {"MANY": 64, "FLOOR": floor}, {"num_warps": 8})
     statuses = {"RUNNING": 1, "ENDED": 2, "AT_LIMIT": 3}
     settle = row | {"MANY": 64, "ENDS": 3, "MANY_ENDS": 4} | statuses
     for tempered, at_once, greedy, warps in ((True, True, False, 1), (True, False, False, 8), (False, False, True, 8)):
@@ -169,7 +173,7 @@ def test_the_cache_is_read_in_copies_of_16_bytes(found):
 def test_weights_are_merged_in_copies_of_16_bytes_by_independent_threads(found):
     """Else each of the ranks takes a barrier, or as many loads as multiplications."""
     merging = [entry for entry in found if entry["kernel"] == "models_merge" and entry["constants"]["ROWS"] == 128]
-    assert len(merging) == 4
+    assert len(merging) == 8
     for entry in merging:
         assert entry["stored"] == ["v4.b32"], entry
         assert "bar.sync" not in entry["order"], entry
