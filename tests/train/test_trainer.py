@@ -317,9 +317,11 @@ def test_nor_does_one_that_ends_after_its_passes(tiny_model, method, monkeypatch
     def raises(*given: object) -> None:
         raise MemoryError
 
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+    loss = nll_of(interrupted, batches)
+    with monkeypatch.context() as patch:
         patch.setattr(trainers[0].optimiser, method, raises)
-        trainers[0].update(batches, nll_of(interrupted, batches))
+        with pytest.raises(MemoryError):
+            trainers[0].update(batches, loss)
     for trainer, policy in zip(trainers, (interrupted, other), strict=True):
         trainer.update(batches, nll_of(policy, batches))
     assert_same_bits(snapshot(trainers[0]), snapshot(trainers[1]))

@@ -42,10 +42,9 @@ class DecodeGraphs:
             warnings.warn(f"sampling is slower than it could be: the model waits for the GPU in every step ({sync})", stacklevel=2)
             return None
         graph = torch.cuda.CUDAGraph()
-        with _CAPTURE_LOCK:
-            # (Before that, it returns what torch has cached: a capture cannot use it.)
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # records, runs nothing
-                step()
+        # Returns what torch has cached, which a capture cannot use, to the driver; then records, and runs nothing.
+        with _CAPTURE_LOCK, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            step()
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph
         return None
