@@ -95,7 +95,11 @@ class Saver:
                 written.set()
 
         # A daemon: when the process has to end at once, a half-written folder is left behind, which is no checkpoint.
-        threading.Thread(target=run, name="saving", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="saving", daemon=True).start()
+        except RuntimeError:  # no more threads: nothing is being written, so that nothing would end a wait
+            self._written = None
+            raise
 
     @property
     def writing(self) -> int | None:

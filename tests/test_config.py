@@ -239,6 +239,7 @@ def test_unknown_settings_are_located(error_for):
         ("seed=1.5", "seed should be a valid integer, not 1.5."),
         ("seed=-1", "seed should be greater than or equal to 0, not -1."),
         ("model.gradient_checkpointing=1.5", "gradient_checkpointing: should be true, false, auto or a number of layers, not 1.5"),
+        ("train.keep_logits=atuo", 'train.keep_logits: should be true, false or auto, not "atuo"'),
         ("model.gradient_checkpointing=0", "gradient_checkpointing: should be true, false, auto or a number of layers, not 0"),
         ("run.keep_best=maybe", 'run.keep_best should be true or false, not "maybe".'),
         ("run.project=12", "run.project should be a valid string, not 12."),

@@ -34,7 +34,7 @@ def test_garbage_is_not_searched_for_meanwhile(tmp_path, monkeypatch):
     frozen = gc.get_freeze_count()
     with heavy_imports():
         import imported_once  # pyright: ignore[reportMissingImports]
-    assert gc.get_freeze_count() == frozen, "what was made since then can still be garbage"
+    assert gc.get_freeze_count() <= frozen, "what was made since then can still be garbage"
     sys.modules.pop("imported_once")
 
 

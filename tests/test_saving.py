@@ -91,14 +91,28 @@ def test_one_checkpoint_is_written_at_a_time(tmp_path, saver, owner):
 
 def test_after_ctrl_c_while_waiting_the_checkpoint_is_waited_for_again(tmp_path, saver, owner):
     saver.save(owner, 1, {}, best_step=None)
-    threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (the signal may come before the wait)
+        threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
         saver.wait()
     assert saver.writing == 1
     threading.Timer(0.3, owner.may_write.set).start()
     saver.wait()
     assert saver.writing is None
     assert newest(tmp_path) == (1, [0.0, 0.0, 0.0])
+
+
+def test_a_write_that_cannot_begin_is_not_waited_for(saver, owner, monkeypatch):
+    """At a limit of threads, say."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            saver.save(owner, 1, {}, best_step=None)
+    assert saver.writing is None
+    saver.wait()
 
 
 @pytest.mark.parametrize("noticed", ["at the next save", "at the end"])

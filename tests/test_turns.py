@@ -64,9 +64,9 @@ def test_calls_end_while_rules_compute():
 
         assert [values(one) for one in runner.run(score_all()).result()] == [[2.0] * 4] * 100
     # 400 ms of rules are 80 slices or more, and every call needs a few of them. Without turns, calls would end after all rules.
-    last_call = len(EVENTS) - 1 - EVENTS[::-1].index("called")
-    assert "called" in EVENTS[:200]
-    assert "rule" in EVENTS[last_call:]
+    # (The calls of the last groups may: they begin with their groups.)
+    last_rule = len(EVENTS) - 1 - EVENTS[::-1].index("rule")
+    assert EVENTS[:last_rule].count("called") > 50
 
 
 def test_calls_end_while_one_large_group_is_scored():

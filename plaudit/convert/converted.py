@@ -158,7 +158,7 @@ def _report(converted: Converted) -> Iterator[str]:
                 reasons.setdefault(line.text, []).append(line)
             for reason, same in reasons.items():
                 yield f"  because {reason}:"
-                yield from (f"    {_key(line)}" for line in same)
+                yield from (f"    {_key(line) if line.key else 'a default, which is not in the file'}" for line in same)
         else:
             yield from (f"  {_entry(line)}" for line in lines)
         yield ""

@@ -15,10 +15,13 @@ from plaudit.doctor.findings import Finding
 from plaudit.errors import PlauditError, RecipeError
 from plaudit.lora_folder import read_lora_folder
 from plaudit.model_files import require_weights
+from plaudit.models.folder import read_config
 from plaudit.models.liger import require_liger
 from plaudit.models.memory import PHASES, SAFE_SHARE, Budget, gigabytes, total_memory
+from plaudit.models.parameter_counts import count_for_training
+from plaudit.models.quantisable import only_linear_layers
 from plaudit.models.trainable import resolve_dtype
-from plaudit.recipe import ModelSettings, Recipe, RLRecipe, ScoreRecipe, TrainingRecipe
+from plaudit.recipe import ModelSettings, Recipe, RewardModelRecipe, RLRecipe, ScoreRecipe, TrainingRecipe
 from plaudit.rewards.judges.model_rewards import ModelReward
 from plaudit.train.auto import resolve_auto
 from plaudit.train.memory_plan import (
@@ -68,11 +71,12 @@ def check_training(recipe: TrainingRecipe, lengths: Lengths, processes: Processe
         yield "✗", f"model.lora.targets: {recipe.model.path} has no linear layer of that name"
         return
     yield from (("✓", line) for line in messages)
-    yield from _check_settings("model", recipe.model, plan.layers, device)
+    yield from _check_settings("model", recipe.model, plan.layers, device, scalar=isinstance(recipe, RewardModelRecipe))
     if isinstance(recipe, RLRecipe) and recipe.critic is not None and not recipe.critic.shared:
         critic = recipe.critic.model(recipe.model)
         with suppress(PlauditError, OSError, ValueError):  # an unreadable config is reported by check_critic
-            yield from _check_settings("critic", critic, plan_critic(recipe, processes=processes).layers, device)
+            layers = plan_critic(recipe, processes=processes).layers
+            yield from _check_settings("critic", critic, layers, device, scalar=True)
     if isinstance(recipe, RLRecipe):
         yield "✓", f"the policy while training: {plan}"  # check_budgets compares the total with the device's memory
         return
@@ -143,7 +147,9 @@ def check_disk(recipe: TrainingRecipe, steps: int, processes: Processes = ALONE)
     yield ("✓", text) if needed < free else ("!", f"{text}. Free some, {advice}, or choose another run.dir")
 
 
-def _check_settings(section: str, model: ModelSettings, layers: int, device: torch.device) -> Iterator[Finding]:
+def _check_settings(
+    section: str, model: ModelSettings, layers: int, device: torch.device, *, scalar: bool
+) -> Iterator[Finding]:  # fmt: skip
     checkpointed = model.gradient_checkpointing
     if checkpointed is not True and isinstance(checkpointed, int) and checkpointed > layers:
         yield "✗", f"{section}.gradient_checkpointing is {checkpointed}, but {model.path} has only {layers} layers"
@@ -152,6 +158,10 @@ def _check_settings(section: str, model: ModelSettings, layers: int, device: tor
             require_liger(model.path, device)
         except RecipeError as error:
             yield "✗", f"{section}.liger: {error}"
+    if model.lora is not None and model.lora.base_bits is not None:
+        config = read_config(model.path, trust_remote_code=model.trust_remote_code)
+        if not count_for_training(config, model, scalar=scalar).merged:
+            yield "✗", only_linear_layers(section)
 
 
 # The total per device ------------------------------------------------------------------------------------------------

@@ -145,7 +145,9 @@ def check_sharding(recipe: TrainingRecipe, lengths: Lengths, processes: Processe
         resolved = resolve_auto(recipe, lengths, lambda line: None, replace(processes, sharding=chosen))
         on_gpu = processes.device(recipe.run.device).type == "cuda"
         savers = memory_savers(resolved, longest=update_tokens(recipe, lengths).longest, on_gpu=on_gpu)
-        yield mark, f"{text}. {advise([*savers, 'use more GPUs'])}"
+        if recipe.model.lora is None or recipe.model.lora.base_bits is None:  # of such a model next to nothing is divided
+            savers = [*savers, "use more GPUs"]
+        yield mark, f"{text}. {advise(savers)}"
     limit = context_tokens(read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code))
     own_limit = f" (the model's own limit is {limit:,})" if limit and limit < row.longest else ""
     yield "✓", f"the longest sequence that fits, with a micro-batch to itself: {row.longest:,} tokens{own_limit}"

@@ -33,7 +33,7 @@ from plaudit.models.merged import (
     use_merged_modules,
 )
 from plaudit.models.products import fused_view, fused_weight_and_bias, product, summed_product
-from plaudit.models.quantisable import find_obstacle, refusal
+from plaudit.models.quantisable import find_obstacle, only_linear_layers, refusal
 from plaudit.models.quantised import Scratch, is_quantised, quantise_linears
 from plaudit.models.residual import has_fp32_residual, is_supported_family, keep_residual_fp32
 from plaudit.recipe import LoraSettings
@@ -70,10 +70,7 @@ def merge_adapters(model: PreTrainedModel, *, section: str = "model") -> None:
         if merges and not fused:
             use_merged_modules(model)
         if quantised and not merges:
-            raise RecipeError(
-                f"{model.name_or_path}: with {section}.lora.base_bits, only linear layers of the decoder can be adapted: set "
-                f"{section}.lora.targets to all-linear, or remove base_bits"
-            )
+            raise RecipeError(f"{model.name_or_path}: {only_linear_layers(section)}")
 
 
 def quantise_base(model: PreTrainedModel, lora: LoraSettings | None, device: torch.device, *, section: str = "model") -> None:

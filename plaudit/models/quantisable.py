@@ -22,6 +22,13 @@ def undivided(section: str) -> str:
     return f"cluster.sharding: full cannot divide a base with {section}.lora.base_bits: set it to optimiser"
 
 
+def only_linear_layers(section: str) -> str:
+    return (
+        f"with {section}.lora.base_bits, only linear layers of the decoder can be adapted: set {section}.lora.targets to "
+        "all-linear, or remove base_bits"
+    )
+
+
 def refusal(path: str, section: str, obstacle: str) -> str:
     return (
         f"{path}: {section}.lora.base_bits is for Llama, Mistral, Qwen2 and Qwen3 models, whose MLPs compute SiLU, and {obstacle}. "

@@ -9,6 +9,7 @@ from plaudit.recipe.training import (
     ANY_RESUME,
     ROUNDING,
     ClusterSettings,
+    KeptLogits,
     LastBatch,
     MicroBatch,
     ModelSettings,
@@ -61,7 +62,7 @@ class PairTrainSettings(Section):
 
 
 class DPOTrainSettings(PairTrainSettings):
-    keep_logits: bool | Literal["auto"] = "auto"
+    keep_logits: KeptLogits = "auto"
     """Keep a micro-batch's logits for the backward pass instead of computing them twice: 4 bytes × vocabulary for each token that
     is trained on, to save a product. The same bits either way. auto: on a GPU, if there is memory for them."""
 

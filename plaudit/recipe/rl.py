@@ -29,6 +29,7 @@ from plaudit.recipe.training import (
     ROUNDING,
     Checkpointing,
     ClusterSettings,
+    KeptLogits,
     LastBatch,
     LoraSettings,
     MicroBatch,
@@ -197,7 +198,7 @@ class RLTrainSettings(Section):
     share_prompts: bool = True
     """Compute the tokens of a prompt once for all its samples in a micro-batch, instead of once for each. The same log-probs and
     gradients (up to the order of sums) in less time; off, for comparison."""
-    keep_logits: bool | Literal["auto"] = "auto"
+    keep_logits: KeptLogits = "auto"
     """Keep a micro-batch's logits for the backward pass instead of computing them twice: 4 bytes × vocabulary for each token that
     is trained on, to save a product. The same bits either way. auto: on a GPU, if there is memory for them."""
     max_skipped_steps: NonNegativeInt = 10

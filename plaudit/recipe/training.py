@@ -21,6 +21,12 @@ def _require_tokens(value: Any) -> Any:
     return value
 
 
+def _require_switch(value: Any) -> Any:
+    if not isinstance(value, bool) and value != "auto":
+        raise ValueError(f"should be true, false or auto, not {json.dumps(value)}")
+    return value
+
+
 def _require_count(value: Any) -> Any:
     if value != "all" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"should be a number of GPUs, or all, not {json.dumps(value)}")
@@ -40,6 +46,7 @@ def _require_number_of_steps(value: Any) -> Any:
 
 
 Checkpointing = Annotated[bool | PositiveInt | Literal["auto"], BeforeValidator(_require_layers)]
+KeptLogits = Annotated[bool | Literal["auto"], BeforeValidator(_require_switch)]
 MicroBatch = Annotated[PositiveInt | Literal["auto"], BeforeValidator(_require_tokens)]
 Placement = Literal["resident", "offload"]
 LastBatch = Literal["keep", "drop"]

@@ -136,7 +136,7 @@ def agreed_micro_batch(
     if known is None:
         return chosen
     if known != chosen:
-        report(f"this run keeps the {known:,} tokens per micro-batch that it was started with; auto would now be {chosen:,}")
+        report(f"this run keeps the {known:,} tokens per micro-batch that it was last trained with; auto would now be {chosen:,}")
     return known
 
 

@@ -24,7 +24,7 @@ def plan_training(
     recipe: Trained, lengths: Lengths, world: World, recorded_micro_batch: int | None = None
 ) -> tuple[Trained, Sharding, int]:
     """The recipe with `auto` resolved, what the world's processes divide, and tokens per micro-batch. The same in all of them.
-    `recorded_micro_batch`: what a run that is resumed was started with."""
+    `recorded_micro_batch`: what a run that is resumed was last trained with."""
     sharding = agreed_sharding(recipe, lengths, world)
     micro_batch = recipe.train.tokens_per_micro_batch
     if micro_batch == "auto":

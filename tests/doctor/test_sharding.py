@@ -71,7 +71,13 @@ def test_weights_are_not_divided_around_a_quantised_base(plaudit, tmp_path, tiny
     code, out, _ = plaudit("doctor", file, "cluster.gpus=2", "--gpu-memory", "1")
     assert code == 1
     assert "full, which divides all weights, cannot divide a base with critic.lora.base_bits. " in " ".join(out.split())
+    assert "use more GPUs" in " ".join(out.split())
     assert set(tables(out)) == {"none", "optimiser"}
+    file = write_recipe(
+        tmp_path / "rl.yaml", {"stage": "rl", **tree, "model": {**tree["model"], "lora": {"rank": 4, "base_bits": 4}}}
+    )
+    _, out, _ = plaudit("doctor", file, "cluster.gpus=2", "--gpu-memory", "1")
+    assert "use more GPUs" not in " ".join(out.split()), "only the adapters' state would be divided"
 
 
 def test_processes_on_this_machine(plaudit, sft_file):

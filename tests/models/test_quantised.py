@@ -353,6 +353,14 @@ def test_settings_without_a_way_are_refused(tiny_models):
         load(tiny_models["llama"], targets=("q_proj", "embed_tokens"))
 
 
+@pytest.mark.parametrize("targets", ["[q_proj, embed_tokens]", "[q_proj]"])
+def test_the_doctor_reports_adapters_of_other_layers(plaudit, tmp_path, tiny_model, rows_file, targets):
+    file = write_recipe(tmp_path / "sft.yaml", {"stage": "sft", **sft_recipe(tiny_model, rows_file, tmp_path / "run")})
+    code, out, _ = plaudit("doctor", file, "model.lora.base_bits=4", f"model.lora.targets={targets}")
+    reported = "✗ memory with model.lora.base_bits, only linear layers of the decoder can be adapted" in " ".join(out.split())
+    assert (code == 1) == reported == ("embed_tokens" in targets), out
+
+
 def changed(source: Path, folder: Path, **config: Any) -> Path:
     shutil.copytree(source, folder)
     (folder / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | config))

@@ -312,7 +312,7 @@ def test_a_resumed_run_keeps_its_number(recipe, tmp_path, monkeypatch, capsys):
         assert recorded(tmp_path / name) == 128
         assert_same_run(tmp_path / name, tmp_path / "reference")
         printed = " ".join(capsys.readouterr().err.split())
-        assert "this run keeps the 128 tokens per micro-batch that it was started with; auto would now be 64" in printed
+        assert "this run keeps the 128 tokens per micro-batch that it was last trained with; auto would now be 64" in printed
         assert "changed settings" not in printed
 
 

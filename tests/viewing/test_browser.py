@@ -378,7 +378,6 @@ def test_a_run_that_trains_is_followed(page, tmp_path):
 def test_a_training_run_is_followed_to_its_end(page, tmp_path):
     """A real one: held after its first steps until the page is open, so that it cannot be over before."""
     with first_rl(tmp_path, max_steps=12) as training, serving(tmp_path / "rl") as address:
-        training.send_signal(signal.SIGSTOP)
         page.goto(address)
         page.get_by_text(re.compile(r"training, step \d+ of 12")).wait_for()
         page.evaluate("window.never_reloaded = true")
@@ -401,7 +400,7 @@ def test_a_training_run_is_followed_to_its_end(page, tmp_path):
 
 
 class first_rl:
-    """recipes/first/rl.yaml, started; entered when it has written its first step."""
+    """recipes/first/rl.yaml, started; entered when it has written its first step, and held there."""
 
     def __init__(self, folder: Path, max_steps: int):
         plaudit = [sys.executable, "-m", "plaudit"]
@@ -415,6 +414,7 @@ class first_rl:
         while not list(self.run.glob("samples/train_*.parquet")):
             assert self.process.poll() is None, Path(self.log.name).read_text()
             time.sleep(0.05)
+        self.process.send_signal(signal.SIGSTOP)
         return self.process
 
     def __exit__(self, *_: object) -> None:
