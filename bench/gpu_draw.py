@@ -1,6 +1,7 @@
 """Time to draw a token for each row of logits, and for how many rows our torch version draws the same token.
 
     python bench/gpu_draw.py                              # one GPU
+    python bench/gpu_draw.py --out runs/draw              # also appends its lines to runs/draw/gpu_draw.jsonl
     TRITON_INTERPRET=1 python bench/gpu_draw.py --device cpu --rows 4 --vocabulary 9000 --runs 1     # a smoke test
 
 Logits are normal with a deviation of 3, which is harder for top-p than a language model's. The peer does what samplers in torch
@@ -10,15 +11,21 @@ for at most 256 rows at a time.
 """
 
 import argparse
+import json
 import math
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # plaudit may be a checkout that nobody installed
 from plaudit.rollout.engine import Sampling
 from plaudit.rollout.native import kernels, torch_ops
 from plaudit.rollout.native.batch import COLUMNS, KEY, LIMIT, POSITION, device_sampling
@@ -82,38 +89,63 @@ def microseconds(compute: Callable[[], object], device: torch.device, runs: int)
     return median(taken)
 
 
+def measured(logits_BV: Tensor, sampling: Sampling, runs: int) -> dict[str, Any]:
+    """Both times, and for how many rows the tokens are those of `torch_ops`."""
+    rows, device = len(logits_BV), logits_BV.device
+    state_BC = torch.zeros(rows, COLUMNS, dtype=torch.int64, device=device)
+    state_BC[:, KEY] = torch.arange(rows, device=device) * 7919
+    state_BC[:, POSITION], state_BC[:, LIMIT] = 3, 1 << 40
+    results_B4 = torch.zeros(rows, 4, dtype=torch.int32, device=device)
+    on_device = device_sampling(sampling, frozenset(), device, {})
+    ours = state_BC.clone()
+    kernels.draw_and_advance(logits_BV, ours, results_B4, on_device)
+    tokens_B = results_B4[:, 1].clone()
+    torch_ops.draw_and_advance(logits_BV, state_BC.clone(), results_B4, on_device)
+    same = int((tokens_B == results_B4[:, 1]).sum())
+
+    draw = partial(kernels.draw_and_advance, logits_BV, ours, results_B4, on_device)
+    peer = partial(in_torch, logits_BV, sampling)
+    us, torch_us = (microseconds(compute, device, runs) for compute in (draw, peer))
+    return {"us": us, "torch_us": torch_us, "same": same}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--vocabulary", type=int, default=152_064)
     parser.add_argument("--runs", type=int, default=21)
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also append each line to FOLDER/gpu_draw.jsonl")
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    print(f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}\n")
+    about = f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}"
+    print(f"{about}\n")
     print("| rows | settings | µs | torch, µs | ratio | same token as torch_ops |\n| --- | --- | --- | --- | --- | --- |")
+    failures = 0
     for rows in args.rows:
         torch.manual_seed(0)
         logits_BV = torch.randn(rows, args.vocabulary, device=device) * 3
-        state_BC = torch.zeros(rows, COLUMNS, dtype=torch.int64, device=device)
-        state_BC[:, KEY] = torch.arange(rows, device=device) * 7919
-        state_BC[:, POSITION], state_BC[:, LIMIT] = 3, 1 << 40
-        results_B4 = torch.zeros(rows, 4, dtype=torch.int32, device=device)
         for name, settings in KINDS.items():
-            sampling = Sampling(max_new_tokens=1, **settings)
-            on_device = device_sampling(sampling, frozenset(), device, {})
-            ours = state_BC.clone()
-            kernels.draw_and_advance(logits_BV, ours, results_B4, on_device)
-            tokens_B = results_B4[:, 1].clone()
-            torch_ops.draw_and_advance(logits_BV, state_BC.clone(), results_B4, on_device)
-            same = int((tokens_B == results_B4[:, 1]).sum())
+            try:
+                found = measured(logits_BV, Sampling(max_new_tokens=1, **settings), args.runs)
+                us, torch_us, same = found.values()
+                print(f"| {rows} | {name} | {us:.0f} | {torch_us:.0f} | {torch_us / us:.1f} | {same} of {rows} |", flush=True)
+            except Exception as error:  # the other kinds are still measured
+                traceback.print_exc()
+                found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+                print(f"| {rows} | {name} | {found['error']} | | | |", flush=True)
+                failures += 1
+            if args.out is not None:
+                append(args.out / "gpu_draw.jsonl", {"about": about, "rows": rows, "settings": name, **found})
+    sys.exit(failures > 0)
 
-            draw = partial(kernels.draw_and_advance, logits_BV, ours, results_B4, on_device)
-            peer = partial(in_torch, logits_BV, sampling)
-            us, torch_us = (microseconds(compute, device, args.runs) for compute in (draw, peer))
-            print(f"| {rows} | {name} | {us:.0f} | {torch_us:.0f} | {torch_us / us:.1f} | {same} of {rows} |", flush=True)
+
+def append(file: Path, entry: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as lines:
+        lines.write(json.dumps(entry) + "\n")
 
 
 if __name__ == "__main__":

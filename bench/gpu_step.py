@@ -22,9 +22,10 @@ Random weights of Qwen2.5 shapes in bf16, one update a step, the same tokens for
     trl-uncorrected  GRPO without TRL's correction for vLLM's log-probs: one forward pass less
     trl-sleep        GRPO with vLLM asleep while training
 
-Every system, section and size runs in a process of its own with a time limit (--timeout). Each step is appended to
-OUT/steps.jsonl when it ends, so that an interrupted run loses nothing; output is in OUT/logs. A process that runs out of memory
-is started again with half of the rows per pass (TRL) or with checkpointing (plaudit).
+Each run of plaudit is a process; TRL's runs that sample the same model share one, so that vLLM starts once, and so do those that
+do not sample. Each process has a time limit (--timeout), and nothing starts after --within seconds. Each step is appended to
+OUT/steps.jsonl when it ends, so that an interrupted run loses nothing; output is in OUT/logs. After a failure the runs that are
+left get a new process, and one that ran out of memory tries again with half of the rows per pass (TRL) or checkpointing (plaudit).
 """
 
 import argparse
@@ -46,6 +47,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SYSTEMS = ("plaudit", "trl", "trl-uncorrected", "trl-sleep")
 SAMPLING_ONLY = ("trl-uncorrected", "trl-sleep")
 OUT_OF_MEMORY, SMALLEST_BATCH = "out of memory", 4
+SHORTEST_S = 30  # that a process is started for
 PHASES = {"step_s": "s a step", "sample_s": "sampling", "score_s": "scoring", "logprobs_s": "old log-probs", "update_s": "update",
           "optimiser_s": "of it optimiser", "sync_s": "new weights"}  # fmt: skip
 
@@ -65,6 +67,20 @@ def jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
+def processes(args: argparse.Namespace) -> list[list[dict[str, Any]]]:
+    """The jobs of each process."""
+    shared: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for job in jobs(args):
+        section, system = SECTIONS[job["section"]], job["system"]
+        key: tuple[str, ...] = ("trl",)
+        if system == "plaudit":
+            key = tuple(job.values())
+        elif section.stage == "rl" and section.samples:
+            key = (job["section"], job["size"], "sleeps" if system == "trl-sleep" else "awake")
+        shared.setdefault(key, []).append(job)
+    return list(shared.values())
+
+
 def environment_of(args: argparse.Namespace, system: str) -> dict[str, str]:
     environment = {**os.environ, **VLLM_ENVIRONMENT, **(VLLM_EAGER if args.device == "cpu" else {}), "PYTHONUNBUFFERED": "1"}
     paths = [str(REPOSITORY), environment.get("PYTHONPATH", "")]
@@ -76,19 +92,30 @@ def environment_of(args: argparse.Namespace, system: str) -> dict[str, str]:
     return environment
 
 
-def measure(args: argparse.Namespace, job: dict[str, Any]) -> None:
-    """Run one system; out of memory, again with smaller settings."""
-    checkpoint, max_batch = False, 1 << 30
-    while (failure := attempt(args, job, checkpoint, max_batch)) is not None:
-        lines = read(args.results)[failure["run"]]
-        if not any(line.get("error") == OUT_OF_MEMORY for line in lines):
+def measure(args: argparse.Namespace, together: list[dict[str, Any]], ends: float) -> None:
+    """Run the jobs of a process; those after a failure in another one, and what ran out of memory with smaller settings."""
+    waiting = [{**job, "checkpoint": False, "max_batch": 1 << 30} for job in together]
+    while waiting:
+        if (left := ends - time.monotonic()) < SHORTEST_S:
+            print(f"no time is left for {', '.join(map(name_of, waiting))}", flush=True)
             return
-        if job["system"] == "plaudit" and not checkpoint:
-            checkpoint = True
-        elif args.trl_batch is None and (batch := chosen_batch(lines)) is not None and batch > SMALLEST_BATCH:
-            max_batch = batch // 2
-        else:
-            return
+        waiting = [again for job in attempt(args, waiting, min(args.timeout, left)) if (again := smaller(args, job))]
+
+
+def smaller(args: argparse.Namespace, job: dict[str, Any]) -> dict[str, Any] | None:
+    """The job as it is if it never began; if memory ran out, with smaller settings, as long as there are any."""
+    lines = read(args.results)[job["run"]]
+    if not any(line.get("error") == OUT_OF_MEMORY for line in lines):
+        return job
+    if job["system"] == "plaudit" and not job["checkpoint"]:
+        return job | {"checkpoint": True}
+    if job["system"] != "plaudit" and args.trl_batch is None and (batch := chosen_batch(lines) or 0) > SMALLEST_BATCH:
+        return job | {"max_batch": batch // 2}
+    return None
+
+
+def name_of(job: dict[str, Any]) -> str:
+    return "/".join(job[name] for name in ("section", "size", "kind", "system"))
 
 
 def chosen_batch(lines: list[dict]) -> int | None:
@@ -97,31 +124,50 @@ def chosen_batch(lines: list[dict]) -> int | None:
     return int(chosen[0].split()[0]) if chosen and chosen[0] else None
 
 
-def attempt(args: argparse.Namespace, job: dict[str, Any], checkpoint: bool, max_batch: int) -> dict[str, Any] | None:
-    """One process; returns its job if it failed."""
-    overrides = args.set if job["system"] == "plaudit" else args.trl_set
-    case = [job["section"], job["size"], job["kind"], job["system"], *overrides]
-    run = f"{'/'.join(case)} {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    job = {
-        **job, "run": run, "results": str(args.results), "began": time.time(), "device": args.device, "tiny": args.tiny,
-        "steps": args.steps, "warm_up": args.warm_up, "checkpoint": checkpoint, "max_batch": max_batch, "set": args.set,
-        "trl_set": args.trl_set, "trl_dtype": args.trl_dtype, "batch": args.trl_batch,
-    }  # fmt: skip
-    append(args.results, {"run": run, "line": "job", **job})
-    print(f"{run}{' with checkpointing' if checkpoint else ''}", flush=True)
+def attempt(args: argparse.Namespace, together: list[dict[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
+    """One process; returns the jobs that it did not get to, and those that ran out of memory."""
+    system, began, started = together[0]["system"], time.time(), time.strftime("%Y-%m-%d %H:%M:%S")
+    overrides = args.set if system == "plaudit" else args.trl_set
+    together = [
+        {
+            **job, "run": f"{'/'.join([name_of(job), *overrides])} {started}", "results": str(args.results), "began": began,
+            "device": args.device, "tiny": args.tiny, "steps": args.steps, "warm_up": args.warm_up, "set": args.set,
+            "trl_set": list(args.trl_set), "trl_dtype": args.trl_dtype, "batch": args.trl_batch,
+        }
+        for job in together
+    ]  # fmt: skip
+    for job in together:
+        append(args.results, {**job, "line": "job"})
+        print(f"{job['run']}{' with checkpointing' if job['checkpoint'] else ''}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "job.json"
-        file.write_text(json.dumps(job))
-        side = "plaudit" if job["system"] == "plaudit" else "trl"
+        file = Path(folder) / "jobs.json"
+        file.write_text(json.dumps(together))
+        side = "plaudit" if system == "plaudit" else "trl"
         python = sys.executable if side == "plaudit" else str(args.trl_python)
         command = [python, str(Path(__file__).with_name(f"step_{side}.py")), str(file)]
-        log = args.out / "logs" / ("-".join(case).replace("/", "_").replace("=", "_") + ".log")
-        failure = follow(command, environment_of(args, job["system"]), log, args.timeout, lambda: ended(args.results, run))
-    lines = read(args.results)[run]
-    if failure is not None and not any("error" in line for line in lines):
-        append(args.results, {"run": run, "line": "failed", "error": failure})
-    print(f"  {failure or line_of(lines)}; {time.time() - job['began']:.0f} s", flush=True)
-    return job if failure is not None else None
+        log = args.out / "logs" / ("-".join([name_of(together[0]), *overrides]).replace("/", "_").replace("=", "_") + ".log")
+        last = together[-1]["run"]
+        failure = follow(command, environment_of(args, system), log, timeout_s, lambda: ended(args.results, last))
+    left, cause = [], failure or "the process ended too early"
+    none_began = not any(has(read(args.results)[job["run"]], "began") for job in together)
+    for job in together:
+        lines = read(args.results)[job["run"]]
+        error = next((line["error"] for line in lines if "error" in line), None)
+        if error is None and not has(lines, "end") and (none_began or has(lines, "began")):  # it ended the process
+            append(args.results, {"run": job["run"], "line": "failed", "error": cause})
+            error = cause
+        if error is not None:
+            print(f"  {name_of(job)}: FAILED: {error}", flush=True)
+        elif has(lines, "end"):
+            print(f"  {name_of(job)}: {line_of(lines)}", flush=True)
+        if error == OUT_OF_MEMORY or (error is None and not has(lines, "end")):
+            left.append(job)
+    print(f"  {time.time() - began:.0f} s", flush=True)
+    return left
+
+
+def has(lines: list[dict], kind: str) -> bool:
+    return any(line["line"] == kind for line in lines)
 
 
 def ended(results: Path, run: str) -> bool:
@@ -191,6 +237,10 @@ def table(results: Path) -> str:
         cells = [spread(seconds) if any(seconds) else "" for seconds in times]
         gb = [f"{peak[name]:.1f}" if name in peak else "" for name in ("allocated", "reserved", "driver")]
         rows.append([*name, *cells, *rates(job, steps), *gb, f"{len(steps)}{': ' + error[:150] if error else ''}"])
+        if any("mismatch" in step for step in steps):
+            tokens = sum(int(step["targets"]) for step in steps)
+            mean = sum(step["mismatch"] * step["targets"] for step in steps) / tokens
+            notes.append(f"{' '.join(name)}: mismatch {mean:.2e}, the mean of {tokens:,} tokens")
         counted.setdefault("/".join(case), {})[name[-1]] = steps
     lines = [f"| {' | '.join(row)} |" for row in [HEADER, ["---"] * len(HEADER), *rows]]
     return "\n".join([*lines, "", *map(same_work, counted, counted.values()), "", *notes])
@@ -248,6 +298,7 @@ def main() -> None:
     parser.add_argument("--trl-python", type=Path, default=Path(sys.executable), help="the Python that has TRL and vLLM")
     parser.add_argument("--trl-path", type=Path, help="…/site-packages: a folder of unpacked wheels for TRL's processes")
     parser.add_argument("--timeout", type=float, default=550.0, help="seconds for each process (default 550)")
+    parser.add_argument("--within", type=float, default=float("inf"), metavar="SECONDS", help="for all processes together")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a smoke test with tiny models")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_step"))
@@ -256,9 +307,7 @@ def main() -> None:
     if args.table is not None:
         print(table(args.table))
         return
-    if args.trl_path is not None and args.trl_path.name != "site-packages":
-        # datasets names its caches by pickling functions by reference, and those of modules that look like the user's by value.
-        parser.error(f"--trl-path: rename {args.trl_path} to …/site-packages: in a folder of another name, datasets cannot be made")
+    check_trl_path(parser, args.trl_path)
     for one in args.trl_set:
         try:
             as_setting(one)
@@ -266,11 +315,20 @@ def main() -> None:
             parser.error(f"--trl-set: {error}")
     args.results = args.out / "steps.jsonl"
     args.results.parent.mkdir(parents=True, exist_ok=True)
-    if not (planned := jobs(args)):
+    ends = time.monotonic() + args.within
+    if not (planned := processes(args)):
         parser.error("nothing to measure: --no-full needs --lora")
-    for job in planned:
-        measure(args, job)
+    for together in planned:
+        measure(args, together, ends)
     print(table(args.results))
+
+
+def check_trl_path(parser: argparse.ArgumentParser, path: Path | None) -> None:
+    if path is not None and path.name != "site-packages":
+        # datasets names its caches by pickling functions by reference, and those of modules that look like the user's by value.
+        parser.error(f"--trl-path: rename {path} to …/site-packages: in a folder of another name, datasets cannot be made")
+    if path is not None and not path.is_dir():
+        parser.error(f"--trl-path: {path} is no folder")
 
 
 def names_of(known: Any):

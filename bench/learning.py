@@ -19,21 +19,21 @@ to the time when the first of them ended. Validations are appended to OUT/learni
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
-from gpu_rollout import VLLM_ENVIRONMENT, follow
-from rollout_cpu import VLLM_EAGER
+from gpu_rollout import follow
+from gpu_step import REPOSITORY, SHORTEST_S, check_trl_path, environment_of
 from step_work import append
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))  # plaudit may be a checkout that nobody installed
 SYSTEMS = {"plaudit": "plaudit", "trl": "TRL with vLLM"}
 COLOURS = {"plaudit": "tab:blue", "trl": "tab:orange"}
 TASKS: dict[str, dict[str, Any]] = {
@@ -80,16 +80,19 @@ def cold_start(args: argparse.Namespace) -> Path:
         settings = [f"model.path={out / 'base'}", f"data.train={out / 'data/sft.jsonl'}", f"run.dir={out / 'sft'}"]
         settings += [f"run.device={args.device}", "model.dtype=float32", *(["run.max_steps=5"] if args.tiny else [])]
         command = [sys.executable, "-m", "plaudit", "sft", str(REPOSITORY / "recipes/demo/sft.yaml"), *settings]
-        done = subprocess.run(command, env=environment_of(args), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        environment = environment_of(args, "plaudit")
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             sys.exit(f"the cold start failed:\n{done.stdout[-2000:]}")
     return model
 
 
-def environment_of(args: argparse.Namespace) -> dict[str, str]:
-    environment = {**os.environ, **VLLM_ENVIRONMENT, **(VLLM_EAGER if args.device == "cpu" else {}), "PYTHONUNBUFFERED": "1"}
-    paths = [str(REPOSITORY), environment.get("PYTHONPATH", "")]
-    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+def follow_within(args: argparse.Namespace, system: str, command: list[str], log: str, look: Callable[[], bool]) -> str | None:
+    """As `follow`, as long as there is time."""
+    left = args.ends - time.monotonic()
+    if left < SHORTEST_S:
+        return "no time is left"
+    return follow(command, environment_of(args, system), args.out / "logs" / log, min(args.timeout, left), look)
 
 
 # The two systems ------------------------------------------------------------------------------------------------------
@@ -116,7 +119,7 @@ def learn_with_plaudit(args: argparse.Namespace, task: dict[str, Any], seed: int
     file = args.out / f"plaudit_{seed}.yaml"
     file.write_text(yaml.safe_dump(recipe))
     command = [sys.executable, "-m", "plaudit", "rl", str(file)]
-    failure = follow(command, environment_of(args), args.out / f"logs/plaudit_{seed}.log", args.timeout, lambda: False)
+    failure = follow_within(args, "plaudit", command, f"plaudit_{seed}.log", lambda: False)
     if failure:
         append(args.results, {"system": "plaudit", "seed": seed, "began": began, "error": failure})
         print(f"  FAILED: {failure}", flush=True)
@@ -140,9 +143,7 @@ def learn_with_trl(args: argparse.Namespace, task: dict[str, Any]) -> None:
     file.write_text(json.dumps(job))
     command = [str(args.trl_python), str(Path(__file__).with_name("learning_trl.py")), str(file)]
     ended = f'"system": "trl", "seed": {args.seeds - 1}, "began": {json.dumps(job["began"])}, "whole_s"'
-    failure = follow(
-        command, environment_of(args), args.out / "logs/trl.log", args.timeout, lambda: ended in args.results.read_text()[-2000:]
-    )
+    failure = follow_within(args, "trl", command, "trl.log", lambda: ended in args.results.read_text()[-2000:])
     if failure:
         append(args.results, {"system": "trl", "seed": 0, "began": job["began"], "error": failure})
         print(f"  FAILED: {failure}", flush=True)
@@ -201,8 +202,11 @@ def table(runs: dict[str, dict[int, list[dict]]]) -> str:
 
 
 def draw(runs: dict[str, dict[int, list[dict]]], file: Path) -> None:
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("\nno picture: matplotlib is not installed")
+        return
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
     for system, seeds in runs.items():
@@ -231,12 +235,16 @@ def main() -> None:
     parser.add_argument("--validate-every", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60.0, help="of training, after which a run ends (default 60)")
     parser.add_argument("--timeout", type=float, default=480.0, help="seconds for each process (default 480)")
+    parser.add_argument("--within", type=float, default=float("inf"), metavar="SECONDS", help="for all processes together")
     parser.add_argument("--trl-python", type=Path, default=Path(sys.executable), help="the Python that has TRL, vLLM and plaudit")
+    parser.add_argument("--trl-path", type=Path, help="…/site-packages: a folder of unpacked wheels for TRL's process")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a smoke test: few prompts, hardly any cold start")
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
     parser.add_argument("--draw", type=Path, metavar="FILE", help="table and picture of these results, and end")
     args = parser.parse_args()
+    check_trl_path(parser, args.trl_path)
+    args.ends = time.monotonic() + args.within
     if args.draw is None:
         args.out = args.out.resolve()
         args.out.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ Run with a Python that has TRL, vLLM and plaudit: python bench/learning_trl.py J
 
 import gc
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -14,27 +13,12 @@ from typing import Any
 import torch
 from datasets import Dataset
 from rollout_work import end_with_parent
-from step_work import append, now
+from step_work import append, leave, now
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from trl.generation import vllm_generation
+from trl_engine import forget_ranks, start_vllm_once
 
 from plaudit.adapters.trl import reward_function
-
-RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # TRL sets them for vLLM; the next trainer would take them for a cluster's
-
-
-def start_vllm_once(device: str) -> None:
-    """The next seed's trainer gets the same engine: it hands over its weights before it samples."""
-    make, made = vllm_generation.LLM, []
-    eager = {"enforce_eager": True} if device == "cpu" else {}
-
-    def engine(**settings: Any) -> Any:
-        if not made:
-            made.append(make(**settings, **eager))
-        return made[0]
-
-    vllm_generation.LLM = engine
 
 
 def read_rows(file: str, limit: int | None = None) -> list[dict[str, Any]]:
@@ -86,8 +70,7 @@ class Validation(TrainerCallback):
 
 
 def learn(job: dict, seed: int, began: float) -> None:
-    for name in RANKS:
-        os.environ.pop(name, None)
+    forget_ranks()
     on_cpu, tokenizer = job["device"] == "cpu", AutoTokenizer.from_pretrained(job["model"], padding_side="left")
     rewards = reward_function(job["rewards_file"])
     settings = GRPOConfig(
@@ -116,7 +99,7 @@ def learn(job: dict, seed: int, began: float) -> None:
 def main() -> None:
     end_with_parent()
     job = json.loads(Path(sys.argv[1]).read_text())
-    start_vllm_once(job["device"])
+    start_vllm_once(**({"enforce_eager": True} if job["device"] == "cpu" else {}))
     began = job["began"]
     for seed in range(job["seeds"]):
         learn(job, seed, began)
@@ -124,6 +107,7 @@ def main() -> None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         began = time.time()
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,16 @@
 
     python bench/memory_plan.py --device cuda            # Qwen2.5 shapes from 0.5B to 7B; about ten minutes on an H200
     python bench/memory_plan.py --device cpu             # the shape of SmolLM2-135M; about ten minutes on two cores
-    python bench/memory_plan.py --device cuda --only "7B LoRA"
+    python bench/memory_plan.py --device cuda --only "7B LoRA" --out runs/memory    # these rows, also in memory_plan.jsonl
 
 Each row is a run of two steps (7B: one) in a process of its own, with random weights, prompts of 256 tokens (CPU: 40) and responses
 that never end before their limit. Peak: on a GPU what torch reserved and CUDA's own memory, on a CPU the process's resident memory.
-A row fails if it runs out of memory or the plan is more than 15 % off.
+A row fails if it runs out of memory, takes longer than --timeout, or the plan is more than 15 % off; the others are still measured.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -19,7 +20,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gpu_sft import SHAPES
+from step_work import append
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))  # plaudit may be a checkout that nobody installed
+from gpu_sft import SHAPES  # noqa: E402
 
 TOLERANCE = 0.15
 SHAPES = SHAPES | {"135M": (576, 30, 9, 3, 1536)}
@@ -121,6 +126,16 @@ def run_one(recipe: Path) -> None:
 
 
 def make_model(size: str, folder: Path, device: str) -> Path:
+    """In a process of its own: what this one kept of the GPU would be counted as the run's."""
+    process = multiprocessing.get_context("spawn").Process(target=write_model, args=(size, folder, device))
+    process.start()
+    process.join()
+    if process.exitcode:
+        sys.exit(f"making the {size} model failed")
+    return folder / size
+
+
+def write_model(size: str, folder: Path, device: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -137,7 +152,6 @@ def make_model(size: str, folder: Path, device: str) -> Path:
     torch.manual_seed(0)
     with torch.device(device):
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / size)
-    return folder / size
 
 
 def recipe_of(case: dict[str, Any], model: Path, folder: Path, device: str) -> Path:
@@ -156,15 +170,34 @@ def recipe_of(case: dict[str, Any], model: Path, folder: Path, device: str) -> P
     return file
 
 
+def output_of(recipe: Path, timeout_s: float) -> str:
+    """Of a run in a process of its own."""
+    environment = os.environ | {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
+    }
+    command = [sys.executable, __file__, "--recipe", str(recipe)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            return process.communicate(timeout=timeout_s)[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return f"{process.communicate()[0]}\nnot done in {timeout_s:g} s"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=CASES, default="cpu")
     parser.add_argument("--only", help="Rows whose name starts with this.")
+    parser.add_argument("--timeout", type=float, default=300.0, help="Seconds for each row (default 300).")
+    parser.add_argument("--out", type=Path, help="A folder: rows are appended to memory_plan.jsonl there.")
     parser.add_argument("--verbose", action="store_true", help="Print what the plan consists of.")
     parser.add_argument("--recipe", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.recipe:
         return run_one(given.recipe)
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="memory-plan-"))
     words = 40 if given.device == "cpu" else 250
     question = " ".join(["word"] * words)
@@ -189,17 +222,15 @@ def main() -> None:
             models = {size: make_model(size, folder, given.device)}
         recipe = recipe_of(case, models[size], folder, given.device)
         shutil.rmtree(folder / "run", ignore_errors=True)
-        environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        done = subprocess.run(
-            [sys.executable, __file__, "--recipe", recipe],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-            stderr=subprocess.STDOUT,
-        )
-        found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"planned"')]
+        output = output_of(recipe, given.timeout)
+        found = [json.loads(line) for line in output.splitlines() if line.startswith('{"planned"')]
+        if given.out is not None:
+            append(given.out / "memory_plan.jsonl", {"run": name, **(found[-1] if found else {"output": output[-3000:]})})
         if not found or "used" not in found[-1]:
-            sys.exit(f"{name} failed:\n{done.stdout[-3000:]}")
+            print(f"| {name} | failed | | | | | ✗ |", flush=True)
+            print(output[-3000:], file=sys.stderr)
+            good = False
+            continue
         result = found[-1]
         used, planned = result["used"], result["planned"]
         settings = f"{result['micro_batch']:,} | {result['checkpointed']}"

@@ -24,7 +24,7 @@ from step_work import (
     pairs_of,
     prompts_of,
     responses_of,
-    run_job,
+    run_jobs,
     sft_rows,
     steps_of,
 )
@@ -78,7 +78,8 @@ def recipe_of(job: dict, steps: Steps, work: Any, folder: Path) -> tuple[Any, st
     lengths = [steps.prompt_tokens if steps.stage == "rl" else steps.longest * (1 + (steps.stage == "dpo"))] * steps.rows
     resolved = resolve_auto(recipe, lengths)
     budget = plan_devices(resolved, lengths)[job["device"]]
-    return resolved, f"{budget.at('training', fixed_only=True) / 1e9:.1f} GB"
+    at_training, at_peak = budget.at("training", fixed_only=True) / 1e9, budget.at(budget.peak) / 1e9
+    return resolved, f"{at_training:.1f} GB, at the peak ({budget.peak}) {at_peak:.1f} GB"
 
 
 def policy_of(job: dict, recipe: Any, work: Any) -> TrainableModel:
@@ -235,4 +236,4 @@ def about(job: dict) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_job(sys.argv[1], run, about))
+    run_jobs(sys.argv[1], run, about)

@@ -1,6 +1,7 @@
 """TRL's side of gpu_step.py, run in a separate process: steps of one section, size and kind with TRL's own trainer.
 
-Settings are searched first: a few steps with each candidate, and the fastest is measured. Random weights, so vLLM starts with
+Settings are searched first: a few steps with each candidate, and the fastest is measured. Jobs of one process share vLLM's engine,
+which starts once, and searches. Random weights, so vLLM starts with
 dummy ones: TRL hands it the trainer's before it samples. A tokenizer of numbers ("17 4 803") gives both systems the same tokens.
 """
 
@@ -32,7 +33,7 @@ from step_work import (
     prompts_of,
     random_rewards,
     responses_of,
-    run_job,
+    run_jobs,
     sft_rows,
     steps_of,
     vllm_share,
@@ -40,6 +41,7 @@ from step_work import (
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl_engine import forget_ranks, has_started, start_vllm_once
 
 END = "<0>"  # the word of token 0: special tokens are also found within words, and "0" is in "10"
 BATCHES = (64, 32, 16, 8, 4)  # rows or pairs per pass, largest first
@@ -310,6 +312,20 @@ def search(job: dict, folder: Path, tokenizer: Any, share: float) -> tuple[Candi
     return fastest[1], found
 
 
+_chosen: dict[tuple[str, ...], tuple[Candidate, dict[str, str], list[str]]] = {}
+
+
+def choose(job: dict, folder: Path, tokenizer: Any, share: float) -> tuple[Candidate, dict[str, str]]:
+    """As the job says, or by a search; the search of another job of this process whose training is the same counts, too."""
+    if job["batch"] is not None:
+        return Candidate(job["batch"]), {}
+    case = (job["section"], job["size"], job["kind"])
+    if case not in _chosen:
+        _chosen[case] = (*search(job, folder, tokenizer, share), job["trl_set"])
+    chosen, searched, job["trl_set"] = _chosen[case]  # a search may give up Liger
+    return chosen, searched
+
+
 def vllm_settings(job: dict) -> tuple[dict[str, Any], float]:
     """Of vLLM in the trainer's process; and the share of the GPU's memory that it leaves to the trainer."""
     steps, work = steps_of(job)
@@ -324,14 +340,14 @@ def vllm_settings(job: dict) -> tuple[dict[str, Any], float]:
         # All responses have the full length, as plaudit's; nobody needs vLLM's text.
         "generation_kwargs": {"ignore_eos": True, "detokenize": False},
     }  # fmt: skip
-    return settings, 0.97 if sleeps else 0.97 - share
+    # Of an engine that has started, the share is in use already, by this process.
+    return settings, 0.97 if sleeps or has_started() else 0.97 - share
 
 
-def with_dummy_weights(job: dict) -> None:
-    from trl.generation import vllm_generation
-
-    eager = {"enforce_eager": True} if job["device"] == "cpu" else {}
-    vllm_generation.LLM = partial(vllm_generation.LLM, load_format="dummy", **eager)
+def prepare(jobs: list[dict]) -> None:
+    """vLLM starts with dummy weights."""
+    if any(steps_of(job)[0].samples and steps_of(job)[0].stage == "rl" for job in jobs):
+        start_vllm_once(load_format="dummy", **({"enforce_eager": True} if jobs[0]["device"] == "cpu" else {}))
 
 
 def run(job: dict, report: Report) -> dict[str, float]:
@@ -341,12 +357,11 @@ def run(job: dict, report: Report) -> dict[str, float]:
         folder = Path(name) / "model"
         tokenizer = make_folder(config_of(job["size"], work), folder)
         vllm, share = vllm_settings(job) if samples else (None, 0.97)
+        forget_ranks()
         began = time.time()
-        chosen, searched = search(job, folder, tokenizer, share) if job["batch"] is None else (Candidate(job["batch"]), {})
+        chosen, searched = choose(job, folder, tokenizer, share)
         search_s = time.time() - began
         clock = Clock(report.step)
-        if samples:
-            with_dummy_weights(job)
         trainer = make_trainer(job, folder, tokenizer, chosen, clock, total, vllm=vllm)
         if samples:
             time_sync(trainer, job["device"])
@@ -378,4 +393,4 @@ def about(job: dict) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_job(sys.argv[1], run, about))
+    run_jobs(sys.argv[1], run, about, prepare)

@@ -3,12 +3,16 @@
 Needs only numpy: a peer's environment may lack plaudit.
 """
 
+import gc
 import json
 import os
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from rollout_work import FULL, TINY, Work, end_with_parent, grid_prompts, kv_bytes, weight_bytes
@@ -134,6 +138,9 @@ class Report:
     def __init__(self, job: dict, about: str):
         self._job, self._about = job, about
 
+    def begin(self) -> None:
+        self._write("began")
+
     def settings(self, settings: dict, search_s: float = 0.0) -> None:
         """Also notes the seconds since the parent started this process, without those of a search."""
         start_s = time.time() - self._job["began"] - search_s
@@ -172,20 +179,46 @@ def as_setting(text: str) -> tuple[str, object]:
         return name, value
 
 
-def run_job(job_file: str, measure: Callable[[dict, "Report"], dict[str, float]], about: Callable[[dict], str]) -> int:
-    """One process: report what was measured, or that memory ran out: then the parent tries smaller settings."""
+def run_jobs(
+    jobs_file: str,
+    measure: Callable[[dict, "Report"], dict[str, float]],
+    about: Callable[[dict], str],
+    prepare: Callable[[list[dict]], None] = lambda jobs: None,
+) -> NoReturn:
+    """The jobs of one process, in order. If memory runs out or CUDA fails, the process ends: the parent starts another for the jobs
+    that are left, and tries smaller settings if it was memory."""
     import torch
 
     end_with_parent()
-    job = json.loads(Path(job_file).read_text())
-    report = Report(job, about(job))
-    try:
-        report.end(measure(job, report))
-    except torch.OutOfMemoryError as error:
-        print(error, flush=True)
-        report.failed("out of memory")
-        return 3
-    return 0
+    jobs = json.loads(Path(jobs_file).read_text())
+    prepare(jobs)
+    for number, job in enumerate(jobs):
+        if number:
+            job["began"] = time.time()
+        report = Report(job, about(job))
+        report.begin()
+        try:
+            report.end(measure(job, report))
+        except Exception as error:
+            traceback.print_exc()
+            if isinstance(error, torch.OutOfMemoryError):
+                report.failed("out of memory")
+                leave(3)
+            report.failed(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            if "CUDA" in str(error):  # nothing works in this process any more
+                leave(3)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    leave(0)
+
+
+def leave(code: int) -> NoReturn:
+    """At once: everything is reported, and to end an engine or to unpin memory may take half a minute."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def memory_gb() -> dict[str, float]:
