@@ -161,8 +161,11 @@ def recipe_of(case: dict[str, Any], model: Path, folder: Path, device: str) -> P
         "model": {"path": str(model), **case.get("model", {})},
         "data": {"train": str(folder / "data.jsonl"), ("max_prompt_tokens" if rl else "max_tokens"): 2048},
         "optim": {"lr": 1e-6},
-        "run": {"dir": str(folder / "run"), "max_steps": 1 if model.name == "7B" else 2, "device": device},
-    }
+        "run": {
+            "dir": str(folder / "run"), "max_steps": 1 if model.name == "7B" else 2, "device": device,
+            "save_in_background": False,  # no step here trains while a copy is written
+        },
+    }  # fmt: skip
     if rl:
         tree |= {"algorithm": {"kind": "grpo"}, "rewards": [{"kind": "function", "path": str(folder / "reward.py")}]}
     file = folder / "recipe.yaml"

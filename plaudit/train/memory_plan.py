@@ -143,7 +143,7 @@ def update_size(recipe: TrainingRecipe, lengths: Lengths = None) -> UpdateSize:
         is_rl = isinstance(recipe, RLRecipe)
         most = min(recipe.rollout.n, KEYS_PER_TOKEN) * budget if is_rl else max(2 * budget, update.longest)
         keys = min(most, update.together)
-    return UpdateSize(min(limit, update.together), update.together <= limit, keys)
+    return UpdateSize(min(limit, update.computed), update.together <= limit, keys)
 
 
 class UpdateTokens(NamedTuple):
@@ -151,17 +151,23 @@ class UpdateTokens(NamedTuple):
     """Of the longest sequences that an update may have."""
     longest: int
     """Of one sequence, or pair."""
+    computed: int
+    """The same as `together`, with prompts that are shared once."""
 
 
 def update_tokens(recipe: TrainingRecipe, lengths: Lengths = None) -> UpdateTokens:
     if isinstance(recipe, RLRecipe):
         rows, new = recipe.train.prompts_per_update or recipe.train.prompts_per_step, recipe.rollout.max_new_tokens
         together, longest = _longest(lengths, rows, recipe.data.max_prompt_tokens)
-        return UpdateTokens(recipe.rollout.n * (together + rows * new), longest + new)
+        responses, repeats = recipe.rollout.n * rows * new, 1 if recipe.train.share_prompts else recipe.rollout.n
+        return UpdateTokens(recipe.rollout.n * together + responses, longest + new, repeats * together + responses)
     if isinstance(recipe, PreferenceRecipe):
-        return UpdateTokens(*_longest(lengths, recipe.train.pairs_per_step, 2 * recipe.data.max_tokens))
-    assert isinstance(recipe, SFTRecipe)
-    return UpdateTokens(*_longest(lengths, recipe.train.rows_per_step, recipe.data.max_tokens))
+        rows, most = recipe.train.pairs_per_step, 2 * recipe.data.max_tokens
+    else:
+        assert isinstance(recipe, SFTRecipe)
+        rows, most = recipe.train.rows_per_step, recipe.data.max_tokens
+    together, longest = _longest(lengths, rows, most)
+    return UpdateTokens(together, longest, together)
 
 
 def _longest(lengths: Lengths, rows: int, limit: int) -> tuple[int, int]:

@@ -416,6 +416,9 @@ def test_a_plan_counts_no_more_tokens_than_an_update_has(large, rows_file, tmp_p
     train = {"prompts_per_step": 4, "prompts_per_update": 2, "tokens_per_micro_batch": 1000}
     sections: dict[str, Any] = {"train": train, "rollout": {"n": 3, "max_new_tokens": 10}}
     recipe = load_recipe(ppo("plan", model={"path": str(large)}, **sections)).recipe
+    assert update_size(recipe, [20, 30, 40])[:2] == (30 + 40 + 3 * 2 * 10, True), "each prompt once"
+    sections["train"] = {**train, "share_prompts": False}
+    recipe = load_recipe(ppo("alone", model={"path": str(large)}, **sections)).recipe
     assert update_size(recipe, [20, 30, 40])[:2] == (3 * (30 + 40 + 2 * 10), True)
 
 
@@ -424,7 +427,8 @@ def test_auto_is_resolved_for_policy_and_critic(large, ppo, monkeypatch):
 
     def recipe(policy: Any, critic: Any) -> Any:
         model = {"path": str(large), "gradient_checkpointing": policy}
-        sections = ALL_RESIDENT | {"critic": {"gradient_checkpointing": critic}, "train": {"tokens_per_micro_batch": 8192}}
+        train = {"tokens_per_micro_batch": 8192, "share_prompts": False}  # so that an update is larger than that
+        sections = ALL_RESIDENT | {"critic": {"gradient_checkpointing": critic}, "train": train}
         return load_recipe(ppo("plan", model=model, **sections)).recipe
 
     def need(policy: Any, critic: Any) -> float:
