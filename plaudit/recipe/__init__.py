@@ -4,6 +4,7 @@
 mistakes in a recipe are reported in well under a second.
 """
 
+from plaudit.recipe.algorithm import AlgorithmSettings, DynamicSamplingSettings, ImportanceSettings, KLRewardSettings
 from plaudit.recipe.audit import AuditSettings
 from plaudit.recipe.preference import (
     DPOLossSettings,
@@ -17,19 +18,14 @@ from plaudit.recipe.preference import (
 )
 from plaudit.recipe.rewards import RewardSettings, ScoreRecipe, View
 from plaudit.recipe.rl import (
-    AlgorithmSettings,
     CriticSettings,
-    DynamicSamplingSettings,
-    ImportanceSettings,
-    KLRewardSettings,
     RLDataSettings,
     RLOptimSettings,
     RLRecipe,
     RLReferenceSettings,
     RLTrainSettings,
-    RolloutSettings,
-    ValidationSettings,
 )
+from plaudit.recipe.rollout import RolloutSettings, ValidationSettings
 from plaudit.recipe.sample import SampleSettings
 from plaudit.recipe.section import Section
 from plaudit.recipe.sft import SFTDataSettings, SFTRecipe, SFTTrainSettings

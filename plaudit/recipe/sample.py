@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from plaudit.recipe.rl import RolloutSettings
+from plaudit.recipe.rollout import RolloutSettings
 
 
 class SampleSettings(RolloutSettings):

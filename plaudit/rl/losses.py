@@ -29,7 +29,7 @@ from plaudit.objectives.policy import TokenLoss, positive_sft
 from plaudit.objectives.registry import POLICY_LOSSES
 from plaudit.objectives.value import clipped_value, explained_variance
 from plaudit.recipe import AlgorithmSettings, CriticSettings
-from plaudit.recipe.rl import ImportanceSettings
+from plaudit.recipe.algorithm import ImportanceSettings
 from plaudit.train.trainer import Loss
 from plaudit.types import Batch, Experience
 
