@@ -1,16 +1,21 @@
-"""Validation reward against training time: plaudit next to TRL with vLLM, the same model, rows, rewards and hyper-parameters.
+"""Validation reward against training time: plaudit next to TRL, the same model, rows, rewards and hyper-parameters.
 
     plaudit prepare smollm2 --out models/smollm2
     python bench/learning.py --model models/smollm2               # SmolLM2-135M on arithmetic, three seeds each
     python bench/learning.py                                      # the demo's model, made here, on sorting letters
+    python bench/learning.py --device cpu                         # the same on a CPU, where TRL samples with transformers' generate
     python bench/learning.py --draw runs/learning/learning.jsonl  # table and picture again
     python bench/learning.py --device cpu --tiny --out /tmp/l     # smoke test; its numbers mean nothing
 
 GRPO: the loss averaged over all tokens of a step, one update a step, advantages divided by the group's standard deviation, no KL,
-constant learning rate, AdamW without weight decay, gradients scaled to a norm of 1. plaudit has bf16 weights with fp32 masters, TRL
-fp32 weights with bf16 autocast, its default; TRL also corrects for vLLM's log-probs, as it does by default. Each system orders the
-prompts by its own seed. Validation: the same rows, four samples each at temperature 1, scored by the same rewards (TRL calls
-plaudit's).
+constant learning rate, AdamW without weight decay, gradients scaled to a norm of 1. On a GPU plaudit has bf16 weights with fp32
+masters, TRL fp32 weights with bf16 autocast, its default; on a CPU both have fp32 weights. TRL also corrects for vLLM's log-probs,
+its default. Each system orders the prompts by its own seed. Validation: the same rows, four samples each at temperature 1, and the
+same rewards (TRL calls plaudit's).
+
+    plaudit         the command, as it is
+    trl             TRL with vLLM in its process; on a CPU only a smoke test, since vLLM keeps its first weights there
+    trl-generate    TRL with transformers' generate
 
 Time is that of training steps, sampling and handing over weights included, validation and start-up excluded; the table has these,
 too. A run ends after --steps or --seconds. The picture: means over the seeds, and the range between the lowest and the highest, up
@@ -34,8 +39,9 @@ from gpu_step import REPOSITORY, SHORTEST_S, check_trl_path, environment_of
 from step_work import append
 
 sys.path.insert(0, str(REPOSITORY))  # plaudit may be a checkout that nobody installed
-SYSTEMS = {"plaudit": "plaudit", "trl": "TRL with vLLM"}
-COLOURS = {"plaudit": "tab:blue", "trl": "tab:orange"}
+SYSTEMS = {"plaudit": "plaudit", "trl": "TRL with vLLM", "trl-generate": "TRL with generate"}
+COLOURS = {"plaudit": "tab:blue", "trl": "tab:orange", "trl-generate": "tab:red"}
+DEFAULT_SYSTEMS = {"cuda": ("plaudit", "trl"), "cpu": ("plaudit", "trl-generate")}
 TASKS: dict[str, dict[str, Any]] = {
     "arithmetic": {
         "rewards": [{"kind": "function", "path": str(REPOSITORY / "recipes/smollm2/reward.py")}],
@@ -104,7 +110,7 @@ def learn_with_plaudit(args: argparse.Namespace, task: dict[str, Any], seed: int
     recipe = {
         "stage": "rl",
         "seed": seed,
-        "model": {"path": task["model"], "dtype": "bfloat16"},
+        "model": {"path": task["model"], "dtype": "float32" if args.device == "cpu" else "bfloat16"},
         "data": {"train": task["train"], "val": task["val"]},
         "rollout": {"n": task["n"], "max_new_tokens": task["new_tokens"]},
         "validation": {"n": task["val_n"], "temperature": 1.0, "max_prompts": task["val_prompts"]},
@@ -135,17 +141,17 @@ def learn_with_plaudit(args: argparse.Namespace, task: dict[str, Any], seed: int
     append(args.results, {"system": "plaudit", "seed": seed, "began": began, **found})
 
 
-def learn_with_trl(args: argparse.Namespace, task: dict[str, Any]) -> None:
+def learn_with_trl(args: argparse.Namespace, task: dict[str, Any], system: str) -> None:
     """All seeds in one process, so that vLLM starts once."""
-    job = {**task, "seeds": args.seeds, "results": str(args.results), "device": args.device, "began": time.time()}
-    job |= {"rewards_file": str(args.out / "rewards.yaml"), "out": str(args.out / "trl")}
-    file = args.out / "trl.json"
+    job = {**task, "system": system, "seeds": args.seeds, "results": str(args.results), "device": args.device, "began": time.time()}
+    job |= {"rewards_file": str(args.out / "rewards.yaml"), "out": str(args.out / system)}
+    file = args.out / f"{system}.json"
     file.write_text(json.dumps(job))
     command = [str(args.trl_python), str(Path(__file__).with_name("learning_trl.py")), str(file)]
-    ended = f'"system": "trl", "seed": {args.seeds - 1}, "began": {json.dumps(job["began"])}, "whole_s"'
-    failure = follow_within(args, "trl", command, "trl.log", lambda: ended in args.results.read_text()[-2000:])
+    ended = f'"system": "{system}", "seed": {args.seeds - 1}, "began": {json.dumps(job["began"])}, "whole_s"'
+    failure = follow_within(args, system, command, f"{system}.log", lambda: ended in args.results.read_text()[-2000:])
     if failure:
-        append(args.results, {"system": "trl", "seed": 0, "began": job["began"], "error": failure})
+        append(args.results, {"system": system, "seed": 0, "began": job["began"], "error": failure})
         print(f"  FAILED: {failure}", flush=True)
 
 
@@ -229,7 +235,7 @@ def draw(runs: dict[str, dict[int, list[dict]]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a chat model's folder: arithmetic instead of sorting")
-    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), help="default: plaudit and trl, on a CPU trl-generate")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--validate-every", type=int, default=8)
@@ -252,10 +258,10 @@ def main() -> None:
         args.results.touch()
         task = prepare(args)
         print({name: value for name, value in task.items() if name not in ("rewards",)}, flush=True)
-        for system in args.systems:
+        for system in args.systems or DEFAULT_SYSTEMS[args.device]:
             began = time.time()
-            if system == "trl":
-                learn_with_trl(args, task)
+            if system != "plaudit":
+                learn_with_trl(args, task, system)
             else:
                 for seed in range(args.seeds):
                     learn_with_plaudit(args, task, seed)

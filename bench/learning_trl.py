@@ -1,6 +1,7 @@
-"""TRL's side of learning.py: GRPO with vLLM in the trainer's process, one seed after another, validated as plaudit's runs are.
+"""TRL's side of learning.py: GRPO, one seed after another, validated as plaudit's runs are.
 
-Run with a Python that has TRL, vLLM and plaudit: python bench/learning_trl.py JOB.json
+Run with a Python that has TRL and what plaudit needs, for the system `trl` vLLM, too:
+python bench/learning_trl.py JOB.json
 """
 
 import gc
@@ -57,29 +58,35 @@ class Validation(TrainerCallback):
         self.resumed = now()
 
     def validate(self, step: int) -> None:
-        engine = self.trainer.vllm_generation
-        engine.sync_weights()
-        _, tokens, _, _ = engine.generate(self.prompts, None, num_generations=1)
+        tokens = self.sample()
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         columns = {name: [row[name] for row in self.rows] for name in ("data_source", "ground_truth")}
         scores = self.rewards([row["prompt"] for row in self.rows], texts, **columns)
         assert None not in scores, "a reward failed"
         found = {"step": step, "seconds": self.trained, "reward": sum(scores) / len(scores), "samples": len(scores)}
         print(f"seed {self.seed}: {found}", flush=True)
-        append(self.job["results"], {"system": "trl", "seed": self.seed, "began": self.job["began"], **found})
+        append(self.job["results"], {"system": self.job["system"], "seed": self.seed, "began": self.job["began"], **found})
+
+    def sample(self) -> list[list[int]]:
+        if not self.trainer.use_vllm:
+            return self.trainer._generate_single_turn(self.prompts, None, {}, 1)[0]
+        engine = self.trainer.vllm_generation
+        engine.sync_weights()
+        return engine.generate(self.prompts, None, num_generations=1)[1]
 
 
 def learn(job: dict, seed: int, began: float) -> None:
     forget_ranks()
-    on_cpu, tokenizer = job["device"] == "cpu", AutoTokenizer.from_pretrained(job["model"], padding_side="left")
+    on_cpu, with_vllm = job["device"] == "cpu", job["system"] == "trl"
+    tokenizer = AutoTokenizer.from_pretrained(job["model"], padding_side="left")
     rewards = reward_function(job["rewards_file"])
     settings = GRPOConfig(
         output_dir=job["out"], max_steps=job["steps"], seed=seed, per_device_train_batch_size=job["prompts"] * job["n"],
         gradient_accumulation_steps=1, num_generations=job["n"], max_completion_length=job["new_tokens"], temperature=1.0,
         loss_type="dapo", scale_rewards="group", beta=0.0, num_iterations=1, learning_rate=job["lr"],
-        lr_scheduler_type="constant", optim="adamw_torch" if on_cpu else "adamw_torch_fused", weight_decay=0.0, max_grad_norm=1.0,
-        adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, bf16=True, gradient_checkpointing=False, use_cpu=on_cpu,
-        use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=512,
+        lr_scheduler_type="constant", optim="adamw_torch_fused", weight_decay=0.0, max_grad_norm=1.0,
+        adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, bf16=not on_cpu, gradient_checkpointing=False, use_cpu=on_cpu,
+        use_vllm=with_vllm, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=512,
         model_init_kwargs={"dtype": "float32"}, save_strategy="no", report_to="none", disable_tqdm=True, logging_strategy="no",
         logging_nan_inf_filter=False,
     )  # fmt: skip
@@ -89,17 +96,18 @@ def learn(job: dict, seed: int, began: float) -> None:
         callbacks=[validation],
     )  # fmt: skip
     validation.trainer = trainer
-    if on_cpu:  # a smoke test: vLLM's build for CPUs repacks weights when it starts and takes no others
+    if on_cpu and with_vllm:  # a smoke test: vLLM's build for CPUs repacks weights when it starts and takes no others
         trainer.vllm_generation.sync_weights = lambda: None
     trainer.train()
     found = {"whole_s": time.time() - began, "trained_s": validation.trained}
-    append(job["results"], {"system": "trl", "seed": seed, "began": job["began"], **found})
+    append(job["results"], {"system": job["system"], "seed": seed, "began": job["began"], **found})
 
 
 def main() -> None:
     end_with_parent()
     job = json.loads(Path(sys.argv[1]).read_text())
-    start_vllm_once(**({"enforce_eager": True} if job["device"] == "cpu" else {}))
+    if job["system"] == "trl":
+        start_vllm_once(**({"enforce_eager": True} if job["device"] == "cpu" else {}))
     began = job["began"]
     for seed in range(job["seeds"]):
         learn(job, seed, began)
