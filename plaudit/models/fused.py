@@ -51,6 +51,8 @@ def prepare_layers(model: PreTrainedModel, *, liger: bool = False) -> None:
 
 def fuse_layers(model: PreTrainedModel) -> None:
     decoder: Any = model.get_decoder()
+    if isinstance(decoder.norm, _FusedNorm):
+        return
     for layer in decoder.layers:
         for modules in linears_by_input(layer):
             if all(type(module) is nn.Linear for module in modules):

@@ -202,10 +202,10 @@ def has_device_memory(device: torch.device) -> bool:
 
 
 def allocate_host_memory(owner: object, size: int) -> Tensor:
-    """`size` bytes of host memory; if there is a GPU, pinned for the owner's lifetime. (torch's pinned allocator rounds up to
-    powers of two, so it may take twice as much.)"""
+    """`size` bytes of host memory, all 0; if there is a GPU, pinned for the owner's lifetime. (torch's pinned allocator rounds up
+    to powers of two, so it may take twice as much.)"""
     if not torch.cuda.is_available():
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.zeros(size, dtype=torch.uint8)
     # Whole pages, since pinning a page twice (for two owners) is an error.
     memory = torch.empty(-(-size // PAGE) * PAGE + PAGE, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % PAGE :][: -(-max(size, 1) // PAGE) * PAGE]

@@ -1,6 +1,7 @@
 """What `auto` stands for, by the memory plan: what processes divide, tokens per micro-batch, checkpointed layers, kept logits.
 
-Decided in this order, each with the ones before it. What a run uses is printed when it starts and recorded in its run.json.
+Decided in this order, each with the ones before it; the number of tokens with an eye to logits that could be kept. What a run uses
+is printed when it starts and recorded in its run.json.
 """
 
 import math
@@ -46,6 +47,9 @@ MICRO_BATCHES = [LARGEST_MICRO_BATCH >> halved for halved in range(5)]
 ROOMY_SHARE = 0.75
 """Share of a GPU's memory that may be filled for speed alone, with larger micro-batches than usual or with kept logits. Torch
 reserves up to 1/0.84 of what was planned (bench/README.md), and so stays within SAFE_SHARE."""
+KEPT_LOGITS_ARE_WORTH = 3
+"""Times as many tokens: more than 2, less than 4. To compute logits twice takes several percent of an update up to 7B; with half as
+many tokens in a micro-batch it takes about 1 % longer, as long as they keep a GPU busy."""
 MOST_ELEMENTS = 2**31 - 1
 """Of a tensor: libraries compute offsets in 32 bits here and there."""
 
@@ -154,10 +158,10 @@ def resolve_micro_batch(
 
 
 def choose_micro_batch(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> int:
-    """On a GPU the largest number with which training fits without recomputing anything: with room to spare if that is more than
-    usual, down to SMALLEST_BEFORE_RECOMPUTING if it is less. Only then layers are checkpointed, if the recipe leaves that open too.
-    Sharded weights are gathered for every micro-batch: there, layers are checkpointed before micro-batches get smaller than usual.
-    On a CPU, or if the memory is not known: as usual."""
+    """On a GPU the fastest number with which training fits without recomputing layers: with room to spare for kept logits and for
+    more tokens than usual, down to SMALLEST_BEFORE_RECOMPUTING if it is less. Only then layers are checkpointed, if the recipe
+    leaves that open too. Sharded weights are gathered for every micro-batch: there, layers are checkpointed before micro-batches
+    get smaller than usual. On a CPU, or if the memory is not known: as usual."""
     device = processes.device(recipe.run.device).type
     available = processes.available(device, device)
     if device != "cuda" or not math.isfinite(available):
@@ -169,9 +173,10 @@ def choose_micro_batch(recipe: TrainingRecipe, lengths: Lengths, processes: Proc
         least = USUAL_MICRO_BATCH if processes.sharding == "full" else SMALLEST_BEFORE_RECOMPUTING
         least = max(least if recomputes else SMALLEST_MICRO_BATCH, sizes[-1])
         roomy = ROOMY_SHARE * (available - _unplanned(recipe, available, processes))
-        for size in (size for size in sizes if size >= least):
-            limit = roomy if size > USUAL_MICRO_BATCH else SAFE_SHARE * available
-            if _training(_with_micro_batch(recipe, size), lengths, processes) <= limit:
+        for size, keeps in _fastest_first(recipe, [size for size in sizes if size >= least]):
+            candidate = _with_micro_batch(recipe, size)
+            limit = roomy if keeps or size > USUAL_MICRO_BATCH else SAFE_SHARE * available
+            if _training(_with_logits(candidate, keep=True) if keeps else candidate, lengths, processes) <= limit:
                 return size
         for size in (size for size in sizes if size <= least):
             candidate = resolve_checkpointing(_with_micro_batch(recipe, size), lengths, _in_silence, processes)
@@ -179,6 +184,12 @@ def choose_micro_batch(recipe: TrainingRecipe, lengths: Lengths, processes: Proc
                 return size
         return sizes[-1]
     return USUAL_MICRO_BATCH
+
+
+def _fastest_first(recipe: TrainingRecipe, sizes: list[int]) -> list[tuple[int, bool]]:
+    """Numbers of tokens, each with and without kept logits if `auto` may keep them."""
+    kept = [(size, True) for size in sizes if size >= SMALLEST_BEFORE_RECOMPUTING] if _may_keep_logits(recipe) else []
+    return sorted([*kept, *((size, False) for size in sizes)], key=lambda c: -c[0] * (KEPT_LOGITS_ARE_WORTH if c[1] else 1))
 
 
 def _possible_sizes(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> list[int]:
@@ -282,20 +293,25 @@ def _checkpointing(recipe: Trained, section: str, layers: int | str) -> Trained:
 
 
 def resolve_kept_logits(recipe: Trained, lengths: Lengths, report: Report, processes: Processes) -> Trained:
-    """On a GPU they are kept if that fits with room to spare: last of all, since smaller micro-batches or recomputed layers would
-    cost more than they save. Not while the next step is sampled (`rollout.lag`). A reward model has none."""
+    """On a GPU they are kept if that fits with room to spare, after everything else has been decided."""
     if isinstance(recipe, RewardModelRecipe) or recipe.train.keep_logits != "auto":
         return recipe
-
-    def decided(keep: bool) -> Trained:
-        return recipe.model_copy(update={"train": recipe.train.model_copy(update={"keep_logits": keep})})
-
-    device, kept = processes.device(recipe.run.device).type, decided(True)
-    lags = isinstance(recipe, RLRecipe) and bool(recipe.rollout.lag)
-    if device == "cuda" and not lags:
+    device, kept = processes.device(recipe.run.device).type, _with_logits(recipe, keep=True)
+    if device == "cuda" and _may_keep_logits(recipe):
         with suppress(Exception):  # as above
             available, needed = processes.available(device, device), _training(kept, lengths, processes)
             if math.isfinite(available) and needed <= ROOMY_SHARE * (available - _unplanned(recipe, available, processes)):
                 report(f"train.keep_logits: true, with which training takes about {gigabytes(needed)} of {gigabytes(available)}")
                 return kept
-    return decided(False)
+    return _with_logits(recipe, keep=False)
+
+
+def _may_keep_logits(recipe: TrainingRecipe) -> bool:
+    """If it is for `auto` to decide: not while the next step is sampled (`rollout.lag`). A reward model has none."""
+    if isinstance(recipe, RewardModelRecipe) or recipe.train.keep_logits != "auto":
+        return False
+    return not (isinstance(recipe, RLRecipe) and recipe.rollout.lag)
+
+
+def _with_logits(recipe: Trained, *, keep: bool) -> Trained:
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"keep_logits": keep})})

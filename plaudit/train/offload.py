@@ -58,7 +58,7 @@ class HostState:
                 self._masters_end = total
         self._part = min(chunk_elements, total)
         sizes = [self._masters_end, total, total]
-        self._vectors = allocate_host_memory(self, 4 * sum(sizes)).view(torch.float32).zero_().split(sizes)
+        self._vectors = allocate_host_memory(self, 4 * sum(sizes)).view(torch.float32).split(sizes)
         self._in, self._out = _CopyStream(device), _CopyStream(device)
 
     def master(self, name: str) -> Tensor:

@@ -167,9 +167,7 @@ class Optimiser:
             master = self.masters[name].detach()
             moments = torch.zeros_like(master), torch.zeros_like(master)
         else:
-            moments = self._host.moments(name)
-            for moment in moments:
-                moment.zero_()
+            moments = self._host.moments(name)  # zeros: `load_state` clears those that were used
         return dict(zip(MOMENTS, (*moments, torch.zeros((), device=moments[0].device)), strict=True))
 
     # Checkpoints
@@ -187,6 +185,10 @@ class Optimiser:
     def load_state(self, saved: Iterable[SavedTensor]) -> None:
         """Load the `state` of one or more processes, however it was divided among them. Every weight must be there, with all of its
         moments or none."""
+        if self._host is not None:
+            for name in self._moments:
+                for moment in self._host.moments(name):
+                    moment.zero_()
         self._moments.clear()
         loaded: Counter[tuple[str, str]] = Counter()
         for tensor in saved:

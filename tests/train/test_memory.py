@@ -35,6 +35,7 @@ from plaudit.train.memory_plan import plan_devices, update_size
 from plaudit.train.offload import HostState
 from plaudit.train.optimiser import Optimiser
 from plaudit.train.processes import Processes
+from plaudit.train.saved_state import SavedTensor
 from support.recipes import pair_recipe, rl_recipe, sft_recipe, train_dpo, train_rl, train_sft, write_recipe
 from support.training import assert_same_bits, load, make_trainer, nll_of, rows_of, snapshot
 
@@ -141,6 +142,22 @@ def test_a_parameter_without_gradient_is_left_alone(cpu_as_gpu):
     assert torch.equal(parameters["unused"], torch.ones(3, 4, dtype=torch.bfloat16))
     assert not torch.equal(parameters["trained"], parameters["unused"])
     assert {key for key in optimiser.state() if key.endswith("/unused")} == {"weight/unused"}
+
+
+def test_a_state_without_moments_starts_them_at_zero(cpu_as_gpu):
+    """Also where an earlier state's are in memory."""
+    weight = nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
+    optimiser = Optimiser([("w", weight)], OptimSettings(placement="offload"))
+    first = {key: tensor.clone() for key, tensor in optimiser.state().items()}
+    assert set(first) == {"weight/w"}
+    stepped = []
+    for _ in range(2):
+        weight.sum().backward()
+        optimiser.step(0.1)
+        stepped.append({key: tensor.clone() for key, tensor in optimiser.state().items()})
+        optimiser.gradients.clear()
+        optimiser.load_state(SavedTensor(key, t.numel(), lambda a, b, t=t: t.view(-1)[a:b]) for key, t in first.items())
+    assert_same_bits(*stepped)
 
 
 @on_gpu

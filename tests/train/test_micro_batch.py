@@ -58,19 +58,34 @@ def test_by_hand(sft_of):
     def full(tokens: int) -> float:
         return 18 * 494_032_768 + tokens * 24 * 2 * (9 * 896 + 2 * 128 + 3 * 4864) + 8 * 2**28 + 4 * 151_936 * 896 + 0.6e9
 
+    def kept(tokens: int) -> float:
+        return full(tokens) + 4 * 151_936 * tokens
+
     for tokens in MICRO_BATCHES:
         assert training(sft_of("0.5B", tokens), gpu(H200)) == full(tokens)
+        assert training(sft_of("0.5B", tokens, train_more={"keep_logits": True}), gpu(H200)) == kept(tokens)
     for memory, expected in [
         (H200, 32_768),
-        (full(32_768) / 0.75 + 1, 32_768),  # three quarters
-        (full(32_768) / 0.75 - 1, 16_384),
-        (full(16_384) / 0.9 + 1, 16_384),  # as usual: nine tenths will do
-        (full(16_384) / 0.9 - 1, 8_192),
+        (kept(32_768) / 0.75 + 1, 32_768),  # three quarters
+        (kept(32_768) / 0.75 - 1, 16_384),  # and its logits, rather than more tokens without theirs
+        (kept(16_384) / 0.75 - 1, 8_192),
+        (kept(8_192) / 0.75 - 1, 16_384),  # as usual, without its logits: nine tenths will do
+        (full(16_384) / 0.9 - 1, 4_096),
+        (kept(4_096) / 0.75 - 1, 8_192),
         (SMALL, 8_192),
         (full(8_192) / 0.9 - 1, 4_096),
         (full(2_048) / 2, 2_048),  # too little for any
     ]:
         assert choose_micro_batch(sft_of("0.5B"), None, gpu(memory)) == expected, memory
+
+    without = {"train_more": {"keep_logits": False}}
+    for memory, expected in [
+        (full(32_768) / 0.75 + 1, 32_768),
+        (full(32_768) / 0.75 - 1, 16_384),
+        (full(16_384) / 0.9 + 1, 16_384),
+        (full(16_384) / 0.9 - 1, 8_192),
+    ]:
+        assert choose_micro_batch(sft_of("0.5B", **without), None, gpu(memory)) == expected, memory
 
 
 def test_logits_are_kept_if_they_fit(sft_of):
@@ -98,11 +113,18 @@ def test_logits_are_kept_if_they_fit(sft_of):
 
 
 def test_larger_models_have_smaller_micro_batches(sft_of):
-    lora = {"model": {"lora": {"rank": 16}}}
-    assert choose_micro_batch(sft_of("1.5B"), None, gpu(H200)) == 32_768
-    assert choose_micro_batch(sft_of("1.5B"), None, gpu(A100)) == 16_384
-    assert choose_micro_batch(sft_of("7B", **lora), None, gpu(H200)) == 16_384
-    assert choose_micro_batch(sft_of("7B", **lora), None, gpu(A100)) == 4_096, "8,192 would take 73.0 GB of 80"
+    lora, offloaded = {"model": {"lora": {"rank": 16}}}, {"optim": {"placement": "offload"}}
+
+    def chosen(recipe: Any, memory: float) -> tuple[Any, Any]:
+        train: Any = resolve_auto(recipe, None, processes=gpu(memory)).train
+        return train.tokens_per_micro_batch, train.keep_logits
+
+    assert chosen(sft_of("0.5B"), H200) == (32_768, True)
+    assert chosen(sft_of("1.5B"), H200) == (16_384, True)
+    assert chosen(sft_of("1.5B"), A100) == (8_192, True)
+    assert chosen(sft_of("7B", **lora), H200) == (8_192, True)
+    assert chosen(sft_of("7B", **lora), A100) == (4_096, True), "8,192 would take 73.0 GB of 80"
+    assert chosen(sft_of("7B", **offloaded), H200) == (8_192, True)
 
 
 def test_no_tensor_gets_too_many_elements(sft_of, monkeypatch):
@@ -131,9 +153,9 @@ def test_no_more_than_an_update_has(sft_of):
 
 
 def test_larger_ones_leave_others_their_memory(sft_of, tiny_model, prompts_file, tmp_path, monkeypatch):
-    """Other processes, and judges that are launched on the same GPU; the usual number does not depend on them."""
+    """Other processes, and judges that are launched on the same GPU; the usual number without logits does not depend on them."""
     with monkeypatch.context() as patch:
-        for taken, expected in {80e9: 32_768, 90e9: 16_384, 140e9: 16_384}.items():
+        for taken, expected in {55e9: 32_768, 65e9: 16_384, 90e9: 16_384, 100e9: 8_192, 140e9: 16_384}.items():
             patch.setattr(Processes, "taken_by_others", lambda _, taken=taken: taken)
             assert choose_micro_batch(sft_of("0.5B"), None, gpu(H200)) == expected
 
@@ -166,7 +188,7 @@ def test_layers_are_checkpointed_where_4096_tokens_do_not_fit(sft_of):
         return resolved.train.tokens_per_micro_batch, resolved.model.gradient_checkpointing
 
     enough = training(sft_of("7B", 4_096, **lora), gpu(H200)) / 0.9
-    assert resolve(H200) == (16_384, False)
+    assert resolve(H200) == (8_192, False)
     assert resolve(enough + 1) == (4_096, False)
     assert resolve(enough - 1) == (4_096, 1), "a layer is enough"
     tokens, layers = resolve(0.6 * enough)

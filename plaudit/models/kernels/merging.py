@@ -19,7 +19,9 @@ from plaudit.models.kernels.compile_options import NO_FP_FUSION
 
 BLOCK = 64  # elements with a common scale
 COLUMNS, WARPS = BLOCK, 8  # of a tile: its columns are one block wherever a row is made of complete blocks
-ROWS, FEW_ROWS = 128, 32  # of a tile; few where a row is not made of complete blocks, so that what is loaded fits in registers
+# Rows of a tile. The registers for 128 would leave room for one program on a multiprocessor (compute capability 9.0), and nothing
+# would be computed while it waits for its weights. Few where a row is not made of complete blocks, which takes more registers.
+ROWS, FEW_ROWS = 64, 32
 
 
 def merge(out_OI: Tensor, base_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:

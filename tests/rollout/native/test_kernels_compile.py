@@ -172,7 +172,7 @@ def test_the_cache_is_read_in_copies_of_16_bytes(found):
 
 def test_weights_are_merged_in_copies_of_16_bytes_by_independent_threads(found):
     """Else each of the ranks takes a barrier, or as many loads as multiplications."""
-    merging = [entry for entry in found if entry["kernel"] == "models_merge" and entry["constants"]["ROWS"] == 128]
+    merging = [entry for entry in found if entry["kernel"] == "models_merge" and entry["constants"]["ROWS"] == 64]
     assert len(merging) == 8
     for entry in merging:
         assert entry["stored"] == ["v4.b32"], entry
