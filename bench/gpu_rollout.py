@@ -121,10 +121,11 @@ def environment_of(args: argparse.Namespace, engine: str, more: dict[str, str] |
 def follow(
     command: list[str], environment: dict[str, str], log: Path, timeout_s: float, look: Callable[[], bool]
 ) -> str | None:  # fmt: skip
-    """Run a command, polling `look`, until it ends or `look` returns true; returns the cause of a failure."""
+    """Run a command, polling `look`, until it ends or `look` returns true; returns the cause of a failure. The log is continued."""
     log.parent.mkdir(parents=True, exist_ok=True)
     began, seen = time.monotonic(), None
-    with log.open("w") as output:
+    with log.open("a") as output:
+        start = output.tell()
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
         try:
             while process.poll() is None:
@@ -143,7 +144,7 @@ def follow(
         return None
     if time.monotonic() - began > timeout_s:
         return f"not done in {timeout_s:g} s"
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in log.read_bytes()[start:].decode(errors="replace").splitlines() if line.strip()]
     print(*(f"    {line[:300]}" for line in lines[-15:]), sep="\n", file=sys.stderr)
     return f"exit code {code}: {lines[-1].strip()[:200] if lines else 'no output'}"
 

@@ -17,15 +17,19 @@ Random weights of Qwen2.5 shapes in bf16, one update a step, the same tokens for
     plaudit          as its commands train: fp32 master weights and moments, run.deterministic; 7B full: `optim.placement: offload`
                      and checkpointing. --set changes the recipe (and makes a row of its own).
     trl              TRL's trainers with bf16 weights and moments (--trl-dtype float32: its default, slower), fused AdamW, Liger's
-                     kernels if liger_kernel is installed, vLLM in the trainer's process on as much memory as it needs; the rows per
-                     pass, and whether to checkpoint, by a search. --trl-set changes the trainer's arguments.
+                     kernels, vLLM in the trainer's process on as much memory as it needs; the rows per pass, and whether to
+                     checkpoint, by a search. --trl-set changes the trainer's arguments. These options make rows of their own.
     trl-uncorrected  GRPO without TRL's correction for vLLM's log-probs: one forward pass less
     trl-sleep        GRPO with vLLM asleep while training
 
+A step of TRL's GRPO is without the time it takes to tokenise its prompts, to decode its responses and to make given ones: plaudit
+gets tokens here. That time has a column of its own, "text", and is in no other, nor in tokens/s.
+
 Each run of plaudit is a process; TRL's runs that sample the same model share one, so that vLLM starts once, and so do those that
 do not sample. Each process has a time limit (--timeout), and nothing starts after --within seconds. Each step is appended to
-OUT/steps.jsonl when it ends, so that an interrupted run loses nothing; output is in OUT/logs. After a failure the runs that are
-left get a new process, and one that ran out of memory tries again with half of the rows per pass (TRL) or checkpointing (plaudit).
+OUT/steps.jsonl when it ends, so that an interrupted run loses nothing; output is in one file of OUT/logs. After a failure the runs
+that are left get a new process, and one that ran out of memory tries again with half of the rows per pass (TRL) or checkpointing
+(plaudit).
 """
 
 import argparse
@@ -47,9 +51,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SYSTEMS = ("plaudit", "trl", "trl-uncorrected", "trl-sleep")
 SAMPLING_ONLY = ("trl-uncorrected", "trl-sleep")
 OUT_OF_MEMORY, SMALLEST_BATCH = "out of memory", 4
-SHORTEST_S = 30  # that a process is started for
-PHASES = {"step_s": "s a step", "sample_s": "sampling", "score_s": "scoring", "logprobs_s": "old log-probs", "update_s": "update",
-          "optimiser_s": "of it optimiser", "sync_s": "new weights"}  # fmt: skip
+SHORTEST_S, SHORTEST_WITH_VLLM_S = 60, 150  # that a process is started for
+PHASES = {"step_s": "s a step", "text_s": "text, not in it", "sample_s": "sampling", "score_s": "scoring",
+          "logprobs_s": "old log-probs", "update_s": "update", "optimiser_s": "of it optimiser",
+          "sync_s": "new weights"}  # fmt: skip
 
 
 # Processes ------------------------------------------------------------------------------------------------------------
@@ -71,14 +76,18 @@ def processes(args: argparse.Namespace) -> list[list[dict[str, Any]]]:
     """The jobs of each process."""
     shared: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for job in jobs(args):
-        section, system = SECTIONS[job["section"]], job["system"]
         key: tuple[str, ...] = ("trl",)
-        if system == "plaudit":
+        if job["system"] == "plaudit":
             key = tuple(job.values())
-        elif section.stage == "rl" and section.samples:
-            key = (job["section"], job["size"], "sleeps" if system == "trl-sleep" else "awake")
+        elif starts_vllm(job):
+            key = (job["section"], job["size"], "sleeps" if job["system"] == "trl-sleep" else "awake")
         shared.setdefault(key, []).append(job)
     return list(shared.values())
+
+
+def starts_vllm(job: dict[str, Any]) -> bool:
+    section = SECTIONS[job["section"]]
+    return job["system"] != "plaudit" and section.stage == "rl" and section.samples
 
 
 def environment_of(args: argparse.Namespace, system: str) -> dict[str, str]:
@@ -87,6 +96,7 @@ def environment_of(args: argparse.Namespace, system: str) -> dict[str, str]:
     if system != "plaudit" and args.trl_path:
         paths.insert(0, str(args.trl_path))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    environment.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # TRL's default is ERROR
     if system != "trl-sleep":  # vLLM cannot sleep in expandable segments
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return environment
@@ -95,8 +105,9 @@ def environment_of(args: argparse.Namespace, system: str) -> dict[str, str]:
 def measure(args: argparse.Namespace, together: list[dict[str, Any]], ends: float) -> None:
     """Run the jobs of a process; those after a failure in another one, and what ran out of memory with smaller settings."""
     waiting = [{**job, "checkpoint": False, "max_batch": 1 << 30} for job in together]
+    shortest_s = SHORTEST_WITH_VLLM_S if starts_vllm(together[0]) else SHORTEST_S
     while waiting:
-        if (left := ends - time.monotonic()) < SHORTEST_S:
+        if (left := ends - time.monotonic()) < shortest_s:
             print(f"no time is left for {', '.join(map(name_of, waiting))}", flush=True)
             return
         waiting = [again for job in attempt(args, waiting, min(args.timeout, left)) if (again := smaller(args, job))]
@@ -120,23 +131,30 @@ def name_of(job: dict[str, Any]) -> str:
 
 def chosen_batch(lines: list[dict]) -> int | None:
     """Rows per pass of a run of TRL."""
-    chosen = [line["settings"].get("chosen") for line in lines if line["line"] == "settings"]
-    return int(chosen[0].split()[0]) if chosen and chosen[0] else None
+    return next((line["rows"] for line in lines if line["line"] == "chosen"), None)
+
+
+def overrides_of(job: dict[str, Any]) -> list[str]:
+    """What tells the job from others of its section, size, kind and system."""
+    if job["system"] == "plaudit":
+        return job["set"]
+    dtype = [] if job["trl_dtype"] == "bfloat16" else [f"trl-dtype={job['trl_dtype']}"]
+    return [*job["trl_set"], *dtype, *([] if job["batch"] is None else [f"trl-batch={job['batch']}"])]
 
 
 def attempt(args: argparse.Namespace, together: list[dict[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
     """One process; returns the jobs that it did not get to, and those that ran out of memory."""
     system, began, started = together[0]["system"], time.time(), time.strftime("%Y-%m-%d %H:%M:%S")
-    overrides = args.set if system == "plaudit" else args.trl_set
     together = [
         {
-            **job, "run": f"{'/'.join([name_of(job), *overrides])} {started}", "results": str(args.results), "began": began,
-            "device": args.device, "tiny": args.tiny, "steps": args.steps, "warm_up": args.warm_up, "set": args.set,
-            "trl_set": list(args.trl_set), "trl_dtype": args.trl_dtype, "batch": args.trl_batch,
+            **job, "results": str(args.results), "began": began, "device": args.device, "tiny": args.tiny, "steps": args.steps,
+            "warm_up": args.warm_up, "set": args.set, "trl_set": list(args.trl_set), "trl_dtype": args.trl_dtype,
+            "batch": args.trl_batch, "flex": args.flex,
         }
         for job in together
     ]  # fmt: skip
     for job in together:
+        job["run"] = f"{'/'.join([name_of(job), *overrides_of(job)])} {started}"
         append(args.results, {**job, "line": "job"})
         print(f"{job['run']}{' with checkpointing' if job['checkpoint'] else ''}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -145,9 +163,8 @@ def attempt(args: argparse.Namespace, together: list[dict[str, Any]], timeout_s:
         side = "plaudit" if system == "plaudit" else "trl"
         python = sys.executable if side == "plaudit" else str(args.trl_python)
         command = [python, str(Path(__file__).with_name(f"step_{side}.py")), str(file)]
-        log = args.out / "logs" / ("-".join([name_of(together[0]), *overrides]).replace("/", "_").replace("=", "_") + ".log")
         last = together[-1]["run"]
-        failure = follow(command, environment_of(args, system), log, timeout_s, lambda: ended(args.results, last))
+        failure = follow(command, environment_of(args, system), args.log, timeout_s, lambda: ended(args.results, last))
     left, cause = [], failure or "the process ended too early"
     none_began = not any(has(read(args.results)[job["run"]], "began") for job in together)
     for job in together:
@@ -221,8 +238,7 @@ def table(results: Path) -> str:
     for lines in latest(read(results)):
         job, steps = lines[0], measured(lines)
         case = [job["section"], job["size"], "LoRA" if job["kind"] == "lora" else "full"]
-        overrides = job["set"] if job["system"] == "plaudit" else job["trl_set"]
-        name = [*case, " ".join([job["system"], *overrides])]
+        name = [*case, " ".join([job["system"], *overrides_of(job)])]
         error = next((line["error"] for line in lines if "error" in line), None)
         settings = next((line for line in lines if line["line"] == "settings"), None)
         if settings is not None:
@@ -236,6 +252,8 @@ def table(results: Path) -> str:
         times = [[step[phase] for step in steps if phase in step] for phase in PHASES]
         cells = [spread(seconds) if any(seconds) else "" for seconds in times]
         gb = [f"{peak[name]:.1f}" if name in peak else "" for name in ("allocated", "reserved", "driver")]
+        if peak.get("retries"):
+            gb[1] += f", {peak['retries']} retries"
         rows.append([*name, *cells, *rates(job, steps), *gb, f"{len(steps)}{': ' + error[:150] if error else ''}"])
         if any("mismatch" in step for step in steps):
             tokens = sum(int(step["targets"]) for step in steps)
@@ -295,6 +313,7 @@ def main() -> None:
     parser.add_argument("--trl-set", action="append", default=[], metavar="NAME=VALUE", help="argument of TRL's trainer")
     parser.add_argument("--trl-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of TRL's weights")
     parser.add_argument("--trl-batch", type=int, metavar="ROWS", help="rows per pass of TRL, instead of a search")
+    parser.add_argument("--flex", action="store_true", help="sft-mixed: TRL also with flex_attention, which compiles")
     parser.add_argument("--trl-python", type=Path, default=Path(sys.executable), help="the Python that has TRL and vLLM")
     parser.add_argument("--trl-path", type=Path, help="…/site-packages: a folder of unpacked wheels for TRL's processes")
     parser.add_argument("--timeout", type=float, default=550.0, help="seconds for each process (default 550)")
@@ -315,6 +334,7 @@ def main() -> None:
             parser.error(f"--trl-set: {error}")
     args.results = args.out / "steps.jsonl"
     args.results.parent.mkdir(parents=True, exist_ok=True)
+    args.log = args.out / "logs" / time.strftime("%Y%m%d-%H%M%S.log")
     ends = time.monotonic() + args.within
     if not (planned := processes(args)):
         parser.error("nothing to measure: --no-full needs --lora")

@@ -23,6 +23,7 @@ from step_work import (
     now,
     pairs_of,
     prompts_of,
+    reset_memory,
     responses_of,
     run_jobs,
     sft_rows,
@@ -33,7 +34,7 @@ import plaudit
 from plaudit.config import check_section
 from plaudit.data.pack import micro_batches, pair_micro_batches
 from plaudit.models.checkpointing import checkpoint_layers
-from plaudit.models.fused import merge_adapters
+from plaudit.models.fused import merge_adapters, quantise_base
 from plaudit.models.logprobs import target_logprobs
 from plaudit.models.lora import attach_lora
 from plaudit.models.merged import has_merged
@@ -85,6 +86,7 @@ def recipe_of(job: dict, steps: Steps, work: Any, folder: Path) -> tuple[Any, st
 def policy_of(job: dict, recipe: Any, work: Any) -> TrainableModel:
     model = build(job["size"], work, job["device"], training=True)
     lora: LoraSettings | None = recipe.model.lora
+    quantise_base(model, lora, torch.device(job["device"]))
     peft = attach_lora(model, lora, 0) if lora is not None else None
     if lora is not None:
         merge_adapters(model)
@@ -223,8 +225,7 @@ def run(job: dict, report: Report) -> dict[str, float]:
             **({"overrides": " ".join(job["set"])} if job["set"] else {}),
         }
     )  # fmt: skip
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    reset_memory()
     for number in range(total):
         report.step(number, step(number))
     return memory_gb()

@@ -1,25 +1,26 @@
 """TRL's side of gpu_step.py, run in a separate process: steps of one section, size and kind with TRL's own trainer.
 
 Settings are searched first: a few steps with each candidate, and the fastest is measured. Jobs of one process share vLLM's engine,
-which starts once, and searches. Random weights, so vLLM starts with
-dummy ones: TRL hands it the trainer's before it samples. A tokenizer of numbers ("17 4 803") gives both systems the same tokens.
+which starts once, and searches. Random weights, so vLLM starts with dummy ones: TRL hands it the trainer's before it samples.
+A tokenizer of numbers ("17 4 803") gives both systems the same tokens. Only TRL has texts of them, which it makes and reads within
+its steps: that is `text_s`, and no part of `step_s`; nor is making given responses, which plaudit does before its step begins.
 """
 
 import gc
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import torch
 from datasets import Dataset
-from rollout_work import config_of
+from rollout_work import config_of, weight_bytes
 from step_work import (
     LORA_ALPHA,
     LORA_RANK,
@@ -32,6 +33,7 @@ from step_work import (
     pairs_of,
     prompts_of,
     random_rewards,
+    reset_memory,
     responses_of,
     run_jobs,
     sft_rows,
@@ -40,12 +42,19 @@ from step_work import (
 )
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers.models.qwen2 import modeling_qwen2
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from trl_engine import forget_ranks, has_started, start_vllm_once
+from trl.trainer import dpo_trainer
+from trl_engine import check_start, forget_ranks, has_started, start_vllm_once
 
 END = "<0>"  # the word of token 0: special tokens are also found within words, and "0" is in "10"
 BATCHES = (64, 32, 16, 8, 4)  # rows or pairs per pass, largest first
 SEARCHED_STEPS = 3  # of a candidate, of which the first warms up
+# What Liger replaces for good when it patches a model; every model begins with these.
+PLAIN = {name: getattr(modeling_qwen2, name) for name in ("Qwen2RMSNorm", "Qwen2MLP", "apply_rotary_pos_emb")}
+
+# TRL hashes all weights on the CPU, to find the reference's log-probs in a cache; of rows in memory there is none.
+dpo_trainer.hash_module = lambda module: ""
 
 
 # Phases ---------------------------------------------------------------------------------------------------------------
@@ -76,7 +85,8 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         ended = now()
-        step_s, phases = ended - self.began, self.phases
+        phases = self.phases
+        step_s = ended - self.began - phases.get("text_s", 0.0)
         apart = sum(phases.get(name, 0.0) for name in ("sample_s", "score_s", "logprobs_s", "sync_s"))
         found = {"step_s": step_s, "update_s": step_s - apart, **phases, **{name: float(n) for name, n in self.counts.items()}}
         self.done(self.number, found)
@@ -87,10 +97,20 @@ class TimedGRPOTrainer(GRPOTrainer):
     clock: Clock
 
     def _generate(self, prompts):
-        began, synced = now(), self.clock.phases.get("sync_s", 0.0)
+        began, before = now(), self._within_sampling()
         made = super()._generate(prompts)
-        self.clock.add("sample_s", now() - began - (self.clock.phases.get("sync_s", 0.0) - synced))
+        given = self.rollout_func is not None
+        self.clock.add("text_s" if given else "sample_s", now() - began - (self._within_sampling() - before))
         return made
+
+    def _within_sampling(self) -> float:
+        return sum(self.clock.phases.get(name, 0.0) for name in ("sync_s", "text_s"))
+
+    def _tokenize_prompts(self, prompts):
+        began = now()
+        tokens = super()._tokenize_prompts(prompts)
+        self.clock.add("text_s", now() - began)
+        return tokens
 
     def _calculate_rewards(self, *arguments, **named):
         began = now()
@@ -147,12 +167,24 @@ def time_sync(trainer: TimedGRPOTrainer, device: str) -> None:
     trainer.vllm_generation.sync_weights = timed
 
 
+def time_decoding(tokenizer: PreTrainedTokenizerFast, clock: Clock) -> None:
+    decode = type(tokenizer).batch_decode
+
+    def timed(*arguments: Any, **named: Any) -> list[str]:
+        began = now()
+        texts = decode(tokenizer, *arguments, **named)
+        clock.add("text_s", now() - began)
+        return texts
+
+    tokenizer.batch_decode = timed
+
+
 # Model and rows -------------------------------------------------------------------------------------------------------
 
 
 def make_folder(config: dict, folder: Path) -> PreTrainedTokenizerFast:
     """A config and a tokenizer whose words are the token numbers."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     words = Tokenizer(models.WordLevel({text([i]): i for i in range(config["vocab_size"])}, unk_token=END))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -162,6 +194,7 @@ def make_folder(config: dict, folder: Path) -> PreTrainedTokenizerFast:
 
 
 def build(folder: Path, job: dict, attention: str):
+    vars(modeling_qwen2).update(PLAIN)
     torch.manual_seed(0)
     with torch.device(job["device"]):
         config = AutoConfig.from_pretrained(folder)
@@ -213,7 +246,7 @@ class Candidate:
         return ", ".join([f"{self.batch} rows a pass", self.attention, *settings])
 
 
-def candidates(steps: Steps, checkpoint: bool) -> Iterator[Candidate]:
+def candidates(steps: Steps, checkpoint: bool, flex: bool) -> Iterator[Candidate]:
     sizes = [batch for batch in BATCHES if (steps.rows * steps.n) % batch == 0 and batch % steps.n == 0]
     if steps.shortest:
         sizes = [batch for batch in sizes if batch <= 32]
@@ -223,7 +256,8 @@ def candidates(steps: Steps, checkpoint: bool) -> Iterator[Candidate]:
     if steps.shortest:  # rows of all lengths can also be laid end to end
         for batch in sizes:
             yield Candidate(batch, padding_free=True, **named)
-        yield Candidate(sizes[len(sizes) // 2], "flex_attention", padding_free=True, **named)  # one: it compiles for each size
+        if flex:  # one: it compiles for each size
+            yield Candidate(sizes[len(sizes) // 2], "flex_attention", padding_free=True, **named)
 
 
 def make_trainer(
@@ -277,7 +311,7 @@ def search(job: dict, folder: Path, tokenizer: Any, share: float) -> tuple[Candi
         torch.cuda.set_per_process_memory_fraction(share)
     for checkpoint in (True,) if job["checkpoint"] else (False, True):
         slower = 0
-        for candidate in candidates(steps, checkpoint):
+        for candidate in candidates(steps, checkpoint, job["flex"]):
             if candidate.batch > most or slower >= 2:  # smaller passes will not be faster than these
                 continue
             seconds: list[float] = []
@@ -303,7 +337,7 @@ def search(job: dict, folder: Path, tokenizer: Any, share: float) -> tuple[Candi
             break
     if cuda:
         torch.cuda.set_per_process_memory_fraction(1.0)
-        torch.cuda.reset_peak_memory_stats()
+    reset_memory()
     if fastest is None and "use_liger_kernel=false" not in job["trl_set"] and find_spec("liger_kernel") is not None:
         job["trl_set"].append("use_liger_kernel=false")
         return search(job, folder, tokenizer, share)
@@ -340,12 +374,33 @@ def vllm_settings(job: dict) -> tuple[dict[str, Any], float]:
         # All responses have the full length, as plaudit's; nobody needs vLLM's text.
         "generation_kwargs": {"ignore_eos": True, "detokenize": False},
     }  # fmt: skip
-    # Of an engine that has started, the share is in use already, by this process.
-    return settings, 0.97 if sleeps or has_started() else 0.97 - share
+    # Of an engine that has started, the share is in use already, by this process. One that sleeps keeps some memory.
+    return settings, 0.93 if sleeps else 0.97 if has_started() else 0.97 - share
+
+
+def gradient_share(job: dict) -> float:
+    """Of the GPU, for the gradients of full training: they stay from one pass of a step to the next, which a search has not."""
+    if job["device"] != "cuda" or job["kind"] != "full":
+        return 0.0
+    size = weight_bytes(config_of(job["size"], steps_of(job)[1])) * (1 if job["trl_dtype"] == "bfloat16" else 2)
+    return size / torch.cuda.get_device_properties(0).total_memory
+
+
+def check_packages(jobs: list[dict]) -> None:
+    """Without Liger's kernels TRL would be slower than it has to be."""
+    with_liger = any(own_settings(job).get("use_liger_kernel") is not False for job in jobs)
+    needed = [*(["liger_kernel"] if with_liger else []), *(["peft"] if any(job["kind"] == "lora" for job in jobs) else [])]
+    if missing := [name for name in needed if find_spec(name) is None]:
+        sys.exit(
+            f"TRL's Python lacks {' and '.join(missing)}: install what bench/requirements-gpu-peers.txt lists"
+            + (", or give --trl-set use_liger_kernel=false" if "liger_kernel" in missing else "")
+        )
 
 
 def prepare(jobs: list[dict]) -> None:
     """vLLM starts with dummy weights."""
+    if jobs[0]["device"] == "cuda":
+        check_packages(jobs)
     if any(steps_of(job)[0].samples and steps_of(job)[0].stage == "rl" for job in jobs):
         start_vllm_once(load_format="dummy", **({"enforce_eager": True} if jobs[0]["device"] == "cpu" else {}))
 
@@ -353,33 +408,36 @@ def prepare(jobs: list[dict]) -> None:
 def run(job: dict, report: Report) -> dict[str, float]:
     steps, work = steps_of(job)
     total, samples = job["warm_up"] + job["steps"], steps.stage == "rl" and steps.samples
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "model"
-        tokenizer = make_folder(config_of(job["size"], work), folder)
-        vllm, share = vllm_settings(job) if samples else (None, 0.97)
-        forget_ranks()
-        began = time.time()
-        chosen, searched = choose(job, folder, tokenizer, share)
-        search_s = time.time() - began
-        clock = Clock(report.step)
-        trainer = make_trainer(job, folder, tokenizer, chosen, clock, total, vllm=vllm)
-        if samples:
-            time_sync(trainer, job["device"])
-        args = trainer.args
-        report.settings(
-            {
-                "chosen": str(chosen), "gradient checkpointing": args.gradient_checkpointing, "searched": searched,
-                "optimiser": f"{args.optim.value}, weights and moments in {job['trl_dtype']}", "liger": args.use_liger_kernel,
-                **({} if job["kind"] == "full" else {"LoRA": f"rank {LORA_RANK}, all-linear, fp32 adapters"}),
-                **({"vLLM": version_of("vllm"), **{k: v for k, v in vllm.items() if k != "use_vllm"}} if vllm else {}),
-                **({"overrides": " ".join(job["trl_set"])} if job["trl_set"] else {}),
-            },
-            search_s,
-        )  # fmt: skip
-        trainer.train()
-        if clock.number != total:
-            raise RuntimeError(f"{clock.number} steps instead of {total}")
-        return memory_gb()
+    # The same for every process: vLLM finds what it has compiled by the model's folder.
+    folder = Path(gettempdir()) / f"gpu_step-{'tiny' if job['tiny'] else job['size']}"
+    tokenizer = make_folder(config_of(job["size"], work), folder)
+    vllm, share = vllm_settings(job) if samples else (None, 0.97)
+    check_start()
+    forget_ranks()
+    began = time.time()
+    chosen, searched = choose(job, folder, tokenizer, share - gradient_share(job))
+    report.chosen(chosen.batch)
+    search_s = time.time() - began
+    clock = Clock(report.step)
+    trainer = make_trainer(job, folder, tokenizer, chosen, clock, total, vllm=vllm)
+    if samples:
+        time_sync(trainer, job["device"])
+        time_decoding(tokenizer, clock)
+    args = trainer.args
+    report.settings(
+        {
+            "chosen": str(chosen), "gradient checkpointing": args.gradient_checkpointing, "searched": searched,
+            "optimiser": f"{args.optim.value}, weights and moments in {job['trl_dtype']}", "liger": args.use_liger_kernel,
+            **({} if job["kind"] == "full" else {"LoRA": f"rank {LORA_RANK}, all-linear, fp32 adapters"}),
+            **({"vLLM": version_of("vllm"), **{k: v for k, v in vllm.items() if k != "use_vllm"}} if vllm else {}),
+            **({"overrides": " ".join(job["trl_set"])} if job["trl_set"] else {}),
+        },
+        search_s,
+    )  # fmt: skip
+    trainer.train()
+    if clock.number != total:
+        raise RuntimeError(f"{clock.number} steps instead of {total}")
+    return memory_gb()
 
 
 def version_of(package: str) -> str:

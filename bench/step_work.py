@@ -141,6 +141,10 @@ class Report:
     def begin(self) -> None:
         self._write("began")
 
+    def chosen(self, batch: int) -> None:
+        """Rows per pass: the parent halves them if memory runs out."""
+        self._write("chosen", rows=batch)
+
     def settings(self, settings: dict, search_s: float = 0.0) -> None:
         """Also notes the seconds since the parent started this process, without those of a search."""
         start_s = time.time() - self._job["began"] - search_s
@@ -196,6 +200,7 @@ def run_jobs(
         if number:
             job["began"] = time.time()
         report = Report(job, about(job))
+        print(f"--- {job['run']}", flush=True)  # processes share a log
         report.begin()
         try:
             report.end(measure(job, report))
@@ -207,10 +212,11 @@ def run_jobs(
             report.failed(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
             if "CUDA" in str(error):  # nothing works in this process any more
                 leave(3)
+        gc.unfreeze()  # vLLM's start freezes what exists by then: the trainer of the first job that samples
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        reset_memory()
     leave(0)
 
 
@@ -221,15 +227,29 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def reset_memory() -> None:
+    """Peaks and counts of `memory_gb`, from here on."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
+
+
 def memory_gb() -> dict[str, float]:
-    """Peaks of what torch allocated and reserved, and what the driver says is in use now; none on a CPU."""
+    """Peaks of what torch allocated and reserved, and what the driver says is in use now; how often torch returned what it had
+    reserved because the driver had no more, and how often that did not help. None on a CPU."""
     import torch
 
     if not torch.cuda.is_available():
         return {}
     free, total = torch.cuda.mem_get_info()
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return {"allocated": allocated / 1e9, "reserved": reserved / 1e9, "driver": (total - free) / 1e9}
+    counts = torch.cuda.memory_stats()
+    return {
+        "allocated": allocated / 1e9, "reserved": reserved / 1e9, "driver": (total - free) / 1e9,
+        "retries": counts["num_alloc_retries"], "ooms": counts["num_ooms"],
+    }  # fmt: skip
 
 
 def now() -> float:
