@@ -35,7 +35,7 @@ from typing import Any
 
 import yaml
 from gpu_rollout import follow
-from gpu_step import REPOSITORY, SHORTEST_S, check_trl_path, environment_of
+from gpu_step import REPOSITORY, SHORTEST_S, SHORTEST_WITH_VLLM_S, check_trl_path, environment_of
 from step_work import append
 
 sys.path.insert(0, str(REPOSITORY))  # plaudit may be a checkout that nobody installed
@@ -96,7 +96,7 @@ def cold_start(args: argparse.Namespace) -> Path:
 def follow_within(args: argparse.Namespace, system: str, command: list[str], log: str, look: Callable[[], bool]) -> str | None:
     """As `follow`, as long as there is time."""
     left = args.ends - time.monotonic()
-    if left < SHORTEST_S:
+    if left < (SHORTEST_WITH_VLLM_S if system == "trl" else SHORTEST_S):
         return "no time is left"
     return follow(command, environment_of(args, system), args.out / "logs" / log, min(args.timeout, left), look)
 
@@ -148,20 +148,27 @@ def learn_with_trl(args: argparse.Namespace, task: dict[str, Any], system: str) 
     file = args.out / f"{system}.json"
     file.write_text(json.dumps(job))
     command = [str(args.trl_python), str(Path(__file__).with_name("learning_trl.py")), str(file)]
-    ended = f'"system": "{system}", "seed": {args.seeds - 1}, "began": {json.dumps(job["began"])}, "whole_s"'
-    failure = follow_within(args, system, command, f"{system}.log", lambda: ended in args.results.read_text()[-2000:])
+    last = f'"system": "{system}", "seed": {args.seeds - 1}, "began": {json.dumps(job["began"])}, "whole_s"'
+    failure = follow_within(args, system, command, f"{system}.log", lambda: last in args.results.read_text()[-2000:])
     if failure:
-        append(args.results, {"system": system, "seed": 0, "began": job["began"], "error": failure})
+        of_job = [line for line in lines_of(args.results) if line["began"] == job["began"]]
+        ended = {line["seed"] for line in of_job if "whole_s" in line or "error" in line}
+        if left := [seed for seed in range(args.seeds) if seed not in ended]:
+            append(args.results, {"system": system, "seed": left[0], "began": job["began"], "error": failure})
         print(f"  FAILED: {failure}", flush=True)
 
 
 # Table and picture ----------------------------------------------------------------------------------------------------
 
 
+def lines_of(results: Path) -> list[dict]:
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
 def read(results: Path) -> dict[str, dict[int, list[dict]]]:
     """Lines of the last run of each system and seed."""
     runs: dict[str, dict[int, list[dict]]] = {}
-    for line in map(json.loads, results.read_text().splitlines()):
+    for line in lines_of(results):
         seeds = runs.setdefault(line["system"], {})
         if line["seed"] not in seeds or line["began"] > seeds[line["seed"]][0]["began"]:
             seeds[line["seed"]] = []
@@ -190,14 +197,15 @@ def table(runs: dict[str, dict[int, list[dict]]]) -> str:
         ends = []
         for seed, of_run in sorted(seeds.items()):
             curve, whole = validations(of_run), next((line for line in of_run if "whole_s" in line), None)
+            error = next((line["error"][:100] for line in of_run if "error" in line), None)
             if not curve:
-                lines.append(f"| {SYSTEMS[system]} | {seed} | {of_run[-1].get('error', 'nothing')[:100]} | | | | | |")
+                lines.append(f"| {SYSTEMS[system]} | {seed} | {error or 'nothing'} | | | | | |")
                 continue
             first, last = curve[0], curve[-1]
             ends.append((first["reward"], last["reward"], last["seconds"]))
             per_step = last["seconds"] / last["step"] if last["step"] else float("nan")
             rewards = f"{first['reward']:.3f} | {last['reward']:.3f} | {last['step']}"
-            ending = "" if whole is None else f"{whole['whole_s'] - whole['trained_s']:.0f}"
+            ending = error or ("" if whole is None else f"{whole['whole_s'] - whole['trained_s']:.0f}")
             lines.append(f"| {SYSTEMS[system]} | {seed} | {rewards} | {last['seconds']:.1f} | {per_step:.2f} | {ending} |")
         if len(ends) > 1:
             means = [statistics.fmean(column) for column in zip(*ends, strict=True)]

@@ -8,6 +8,7 @@ import gc
 import json
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,15 @@ def main() -> None:
         start_vllm_once(**({"enforce_eager": True} if job["device"] == "cpu" else {}))
     began = job["began"]
     for seed in range(job["seeds"]):
-        learn(job, seed, began)
+        try:
+            learn(job, seed, began)
+        except Exception as error:  # the other seeds are still run
+            traceback.print_exc()
+            found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+            append(job["results"], {"system": job["system"], "seed": seed, "began": job["began"], **found})
+            if isinstance(error, torch.OutOfMemoryError) or "CUDA" in str(error):  # nothing works in this process any more
+                leave(3)
+        gc.unfreeze()  # vLLM's start freezes what exists by then: the first trainer
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
