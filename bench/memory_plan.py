@@ -29,7 +29,7 @@ from gpu_sft import SHAPES  # noqa: E402
 TOLERANCE = 0.15
 SHAPES = SHAPES | {"135M": (576, 30, 9, 3, 1536)}
 REWARD = "import zlib\ndef compute_score(solution_str):\n    return zlib.crc32(solution_str.encode()) % 7\n"
-CHECKPOINTED, LORA = {"gradient_checkpointing": True}, {"lora": {"rank": 16}}
+CHECKPOINTED, LORA, QLORA = {"gradient_checkpointing": True}, {"lora": {"rank": 16}}, {"lora": {"rank": 16, "base_bits": 4}}
 
 
 def rl(prompts: int, n: int, tokens: int, **sections: Any) -> dict[str, Any]:
@@ -58,6 +58,8 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "1.5B LoRA": ("1.5B", rl(64, 8, 512, model=LORA)),
         "7B LoRA, checkpointed": ("7B", rl(64, 8, 512, model=LORA | CHECKPOINTED)),
         "7B LoRA, auto": ("7B", rl(64, 8, 512, model=LORA | {"gradient_checkpointing": "auto"})),
+        "7B QLoRA, checkpointed": ("7B", rl(64, 8, 512, model=QLORA | CHECKPOINTED)),
+        "7B QLoRA, auto": ("7B", rl(64, 8, 512, model=QLORA | {"gradient_checkpointing": "auto"})),
     },
     "cpu": {
         "135M full, small step": ("135M", rl(8, 4, 24)),
@@ -65,6 +67,7 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "135M bfloat16": ("135M", rl(8, 4, 24, model={"dtype": "bfloat16"})),
         "135M LoRA": ("135M", rl(8, 4, 24, model=LORA)),
         "135M LoRA, checkpointed": ("135M", rl(8, 4, 24, model=LORA | CHECKPOINTED)),
+        "135M QLoRA": ("135M", rl(8, 4, 24, model=QLORA)),
         "135M LoRA bfloat16": ("135M", rl(8, 4, 24, model=LORA | {"dtype": "bfloat16"})),
         "135M full, SFT": ("135M", sft(16)),
         "135M full, larger step": ("135M", rl(8, 8, 64)),
