@@ -135,7 +135,7 @@ def learn_with_plaudit(args: argparse.Namespace, task: dict[str, Any], seed: int
         if row["step"] > 0:
             trained += row["time/step_s"] - row.get("time/validate_s", 0.0)
         if "val/reward" in row and trained <= task["seconds"]:
-            found = {"step": int(row["step"]), "seconds": trained, "reward": row["val/reward"], "samples": row.get("val/samples")}
+            found = {"step": int(row["step"]), "seconds": trained, "reward": row["val/reward"]}
             append(args.results, {"system": "plaudit", "seed": seed, "began": began, **found})
     found = {"whole_s": time.time() - began, "trained_s": trained}
     append(args.results, {"system": "plaudit", "seed": seed, "began": began, **found})

@@ -64,7 +64,7 @@ class Validation(TrainerCallback):
         columns = {name: [row[name] for row in self.rows] for name in ("data_source", "ground_truth")}
         scores = self.rewards([row["prompt"] for row in self.rows], texts, **columns)
         assert None not in scores, "a reward failed"
-        found = {"step": step, "seconds": self.trained, "reward": sum(scores) / len(scores), "samples": len(scores)}
+        found = {"step": step, "seconds": self.trained, "reward": sum(scores) / len(scores)}
         print(f"seed {self.seed}: {found}", flush=True)
         append(self.job["results"], {"system": self.job["system"], "seed": self.seed, "began": self.job["began"], **found})
 
