@@ -56,7 +56,7 @@ def bytes_per_ms(device: torch.device, size: int) -> float:
     return 2 * size / milliseconds(lambda: copy.copy_(source), device)
 
 
-def random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def random_matrix(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device=device).to(dtype)
 
 
@@ -72,8 +72,8 @@ def matrices(size: str, tiny: bool) -> dict[str, tuple[int, int]]:
 
 def merges(shape: tuple[int, int], device: torch.device, speed: float) -> Iterator[dict[str, Any]]:
     rank = 16
-    weight, out = random(shape, device), random(shape, device)
-    a, b = random((rank, shape[1]), device, torch.float32), random((shape[0], rank), device, torch.float32)
+    weight, out = random_matrix(shape, device), random_matrix(shape, device)
+    a, b = random_matrix((rank, shape[1]), device, torch.float32), random_matrix((shape[0], rank), device, torch.float32)
     levels = nf4_levels(device)
     kinds: dict[str, tuple[Callable[[], object], int]] = {"merge": (lambda: merging.merge(out, weight, a, b, SCALE), weight.nbytes)}
     for bits, name in ((4, "NF4"), (8, "int8")):
@@ -95,11 +95,11 @@ def merges(shape: tuple[int, int], device: torch.device, speed: float) -> Iterat
 
 def adapter_sums(shape: tuple[int, int], device: torch.device, tokens: int) -> Iterator[dict[str, Any]]:
     rows, columns = shape
-    grad, x = random((tokens, rows), device), random((tokens, columns), device)
+    grad, x = random_matrix((tokens, rows), device), random_matrix((tokens, columns), device)
     for rank in RANKS:
-        inner = random((tokens, 3 * rank), device)[:, rank : 2 * rank]  # of three adapters side by side, the second
+        inner = random_matrix((tokens, 3 * rank), device)[:, rank : 2 * rank]  # of three adapters side by side, the second
         for what, left, right in ((f"sum of A, rank {rank}", inner, x), (f"sum of B, rank {rank}", grad, inner)):
-            total = random((left.shape[1], right.shape[1]), device, torch.float32)
+            total = random_matrix((left.shape[1], right.shape[1]), device, torch.float32)
             exact = total.double() + left.double().T @ right.double()
             add_product(total, left, right)
             error = ((total - exact).norm() / exact.norm()).item()
@@ -109,7 +109,7 @@ def adapter_sums(shape: tuple[int, int], device: torch.device, tokens: int) -> I
 
 
 def biases(shape: tuple[int, int], device: torch.device, tokens: int) -> Iterator[dict[str, Any]]:
-    grad, ones = random((tokens, shape[0]), device), torch.ones(1, tokens, dtype=torch.bfloat16, device=device)
+    grad, ones = random_matrix((tokens, shape[0]), device), torch.ones(1, tokens, dtype=torch.bfloat16, device=device)
 
     def in_fp32() -> Tensor:
         return torch.mm(ones, grad, out_dtype=torch.float32) if device.type == "cuda" else ones @ grad

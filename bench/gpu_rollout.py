@@ -45,6 +45,7 @@ also ensures that the process timed by `start` is not the first to read torch fr
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -125,6 +126,8 @@ def follow(
     log.parent.mkdir(parents=True, exist_ok=True)
     began, seen = time.monotonic(), None
     with log.open("a") as output:
+        output.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n")
+        output.flush()
         start = output.tell()
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
         try:

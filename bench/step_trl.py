@@ -15,7 +15,6 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -307,13 +306,14 @@ def search(job: dict, folder: Path, tokenizer: Any, share: float) -> tuple[Candi
     Checkpointing is tried only if nothing fits without."""
     steps, _ = steps_of(job)
     cuda, found, fastest, most = job["device"] == "cuda", {}, None, job["max_batch"]
-    if cuda:
-        torch.cuda.set_per_process_memory_fraction(share)
     for checkpoint in (True,) if job["checkpoint"] else (False, True):
         slower = 0
         for candidate in candidates(steps, checkpoint, job["flex"]):
             if candidate.batch > most or slower >= 2:  # smaller passes will not be faster than these
                 continue
+            if cuda:
+                several = candidate.batch < steps.rows * steps.n
+                torch.cuda.set_per_process_memory_fraction(share - (gradient_share(job) if several else 0.0))
             seconds: list[float] = []
             clock = Clock(lambda number, row, seconds=seconds: seconds.append(row["update_s"] - row.get("optimiser_s", 0.0)))
             failure, began = "", time.perf_counter()
@@ -379,8 +379,9 @@ def vllm_settings(job: dict) -> tuple[dict[str, Any], float]:
 
 
 def gradient_share(job: dict) -> float:
-    """Of the GPU, for the gradients of full training: they stay from one pass of a step to the next, which a search has not."""
-    if job["device"] != "cuda" or job["kind"] != "full":
+    """Of the GPU, for the gradients of full training: they stay from one pass of a step to the next, which a search does not
+    have."""
+    if job["kind"] != "full":
         return 0.0
     size = weight_bytes(config_of(job["size"], steps_of(job)[1])) * (1 if job["trl_dtype"] == "bfloat16" else 2)
     return size / torch.cuda.get_device_properties(0).total_memory
@@ -408,20 +409,21 @@ def prepare(jobs: list[dict]) -> None:
 def run(job: dict, report: Report) -> dict[str, float]:
     steps, work = steps_of(job)
     total, samples = job["warm_up"] + job["steps"], steps.stage == "rl" and steps.samples
-    # The same for every process: vLLM finds what it has compiled by the model's folder.
-    folder = Path(gettempdir()) / f"gpu_step-{'tiny' if job['tiny'] else job['size']}"
+    # The same for every process of these results: vLLM finds what it has compiled by the model's folder.
+    folder = Path(job["results"]).resolve().parent / f"model-{'tiny' if job['tiny'] else job['size']}"
     tokenizer = make_folder(config_of(job["size"], work), folder)
     vllm, share = vllm_settings(job) if samples else (None, 0.97)
     check_start()
     forget_ranks()
     began = time.time()
-    chosen, searched = choose(job, folder, tokenizer, share - gradient_share(job))
+    chosen, searched = choose(job, folder, tokenizer, share)
     report.chosen(chosen.batch)
     search_s = time.time() - began
     clock = Clock(report.step)
     trainer = make_trainer(job, folder, tokenizer, chosen, clock, total, vllm=vllm)
     if samples:
         time_sync(trainer, job["device"])
+    if steps.stage == "rl":  # TRL decodes given responses, too
         time_decoding(tokenizer, clock)
     args = trainer.args
     report.settings(
