@@ -51,7 +51,7 @@ def prepare_layers(model: PreTrainedModel, *, liger: bool = False) -> None:
 
 def fuse_layers(model: PreTrainedModel) -> None:
     decoder: Any = model.get_decoder()
-    if isinstance(decoder.norm, _FusedNorm):
+    if isinstance(decoder.layers[0], _FusedLayer):  # by `load_model`, on a GPU
         return
     for layer in decoder.layers:
         for modules in linears_by_input(layer):

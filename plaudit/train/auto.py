@@ -40,16 +40,17 @@ LARGEST_MICRO_BATCH = 32_768
 (bench/README.md). Larger ones have not been measured; beyond 65,535 there could be more sequences than a kernel's grid has room for
 in its second dimension."""
 SMALLEST_BEFORE_RECOMPUTING = 4_096
-"""Down to here, smaller micro-batches cost less than recomputing, which takes up to a third more time: each reads all weights and
-adds to all gradients, 12 bytes per parameter against 6 × 4,096 operations, which take a GPU at least ten times as long. Below,
-passes are too short to keep it busy."""
+"""Down to here, smaller micro-batches cost less than recomputing, which takes up to a third more time (`seconds_per_token`). Below,
+passes are too short to keep a GPU busy."""
+FLOPS, BANDWIDTH, INTERCONNECT = 450e12, 4.8e12, 3e11
+"""Of an H200, per second: what products of training reach, and bytes in its memory and between GPUs. They decide only what is tried
+first; on a GPU that is slower in all of them the order is about the same."""
+MICRO_BATCH_S = 0.015
+"""What a micro-batch takes besides its kernels: 17 of them took 0.26 s of an update (0.5B, bench/README.md)."""
 MICRO_BATCHES = [LARGEST_MICRO_BATCH >> halved for halved in range(5)]
 ROOMY_SHARE = 0.75
 """Share of a GPU's memory that may be filled for speed alone, with larger micro-batches than usual or with kept logits. Torch
 reserves up to 1/0.84 of what was planned (bench/README.md), and so stays within SAFE_SHARE."""
-KEPT_LOGITS_ARE_WORTH = 3
-"""Times as many tokens: more than 2, less than 4. To compute logits twice takes several percent of an update up to 7B; with half as
-many tokens in a micro-batch it takes about 1 % longer, as long as they keep a GPU busy."""
 MOST_ELEMENTS = 2**31 - 1
 """Of a tensor: libraries compute offsets in 32 bits here and there."""
 
@@ -173,7 +174,7 @@ def choose_micro_batch(recipe: TrainingRecipe, lengths: Lengths, processes: Proc
         least = USUAL_MICRO_BATCH if processes.sharding == "full" else SMALLEST_BEFORE_RECOMPUTING
         least = max(least if recomputes else SMALLEST_MICRO_BATCH, sizes[-1])
         roomy = ROOMY_SHARE * (available - _unplanned(recipe, available, processes))
-        for size, keeps in _fastest_first(recipe, [size for size in sizes if size >= least]):
+        for size, keeps in _fastest_first(recipe, [size for size in sizes if size >= least], processes):
             candidate = _with_micro_batch(recipe, size)
             limit = roomy if keeps or size > USUAL_MICRO_BATCH else SAFE_SHARE * available
             if _training(_with_logits(candidate, keep=True) if keeps else candidate, lengths, processes) <= limit:
@@ -186,10 +187,31 @@ def choose_micro_batch(recipe: TrainingRecipe, lengths: Lengths, processes: Proc
     return USUAL_MICRO_BATCH
 
 
-def _fastest_first(recipe: TrainingRecipe, sizes: list[int]) -> list[tuple[int, bool]]:
+def _fastest_first(recipe: TrainingRecipe, sizes: list[int], processes: Processes) -> list[tuple[int, bool]]:
     """Numbers of tokens, each with and without kept logits if `auto` may keep them."""
     kept = [(size, True) for size in sizes if size >= SMALLEST_BEFORE_RECOMPUTING] if _may_keep_logits(recipe) else []
-    return sorted([*kept, *((size, False) for size in sizes)], key=lambda c: -c[0] * (KEPT_LOGITS_ARE_WORTH if c[1] else 1))
+    config = read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code).get_text_config()
+    parameters, head = plan_policy(recipe, processes=processes).parameters, config.vocab_size * config.hidden_size
+    products = 2 if recipe.model.lora is None else 1  # of the backward pass
+
+    def seconds(candidate: tuple[int, bool]) -> float:
+        size, keeps = candidate
+        return seconds_per_token(size, parameters, 0 if keeps else head, backward=products, gathered=processes.sharding == "full")
+
+    return sorted([*kept, *((size, False) for size in sizes)], key=seconds)
+
+
+def seconds_per_token(micro_batch: int, parameters: int, head_again: int, *, backward: int, gathered: bool) -> float:
+    """An estimate for a token in a micro-batch of T, with P parameters in the model, H of them in a head that is computed again,
+    and one or two backward products for each forward product.
+
+        (2 P (1 + backward) + 2 H) / flops  +  (s + 12 P / bandwidth + 8 P / interconnect) / T
+
+    Each micro-batch reads all weights twice and adds to all gradients, in fp32; sharded weights are gathered twice, and gradients
+    are reduced."""
+    work = 2 * parameters * (1 + backward) + 2 * head_again
+    once = MICRO_BATCH_S + 12 * parameters / BANDWIDTH + (8 * parameters / INTERCONNECT if gathered else 0)
+    return work / FLOPS + once / micro_batch
 
 
 def _possible_sizes(recipe: TrainingRecipe, lengths: Lengths, processes: Processes) -> list[int]:
@@ -198,7 +220,7 @@ def _possible_sizes(recipe: TrainingRecipe, lengths: Lengths, processes: Process
     config = read_config(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     most = MOST_ELEMENTS // widest_activation(config)
     update = update_tokens(recipe, lengths)
-    needed = max(USUAL_MICRO_BATCH, math.ceil(update.together / processes.size))
+    needed = max(USUAL_MICRO_BATCH, math.ceil(update.packed / processes.size))
     if isinstance(recipe, RLRecipe) and recipe.rollout.lag:
         most = min(most, USUAL_MICRO_BATCH)  # the next step is sampled and scored meanwhile
     sizes = [size for size in MICRO_BATCHES if size <= most and size < 2 * needed] or [SMALLEST_MICRO_BATCH]
@@ -310,7 +332,7 @@ def _may_keep_logits(recipe: TrainingRecipe) -> bool:
     """If it is for `auto` to decide: not while the next step is sampled (`rollout.lag`). A reward model has none."""
     if isinstance(recipe, RewardModelRecipe) or recipe.train.keep_logits != "auto":
         return False
-    return not (isinstance(recipe, RLRecipe) and recipe.rollout.lag)
+    return not (isinstance(recipe, RLRecipe) and recipe.rollout.lag > 0)
 
 
 def _with_logits(recipe: Trained, *, keep: bool) -> Trained:

@@ -143,7 +143,7 @@ def update_size(recipe: TrainingRecipe, lengths: Lengths = None) -> UpdateSize:
         is_rl = isinstance(recipe, RLRecipe)
         most = min(recipe.rollout.n, KEYS_PER_TOKEN) * budget if is_rl else max(2 * budget, update.longest)
         keys = min(most, update.together)
-    return UpdateSize(min(limit, update.computed), update.together <= limit, keys)
+    return UpdateSize(min(limit, update.computed), update.packed <= limit, keys)
 
 
 class UpdateTokens(NamedTuple):
@@ -153,6 +153,11 @@ class UpdateTokens(NamedTuple):
     """Of one sequence, or pair."""
     computed: int
     """The same as `together`, with prompts that are shared once."""
+
+    @property
+    def packed(self) -> int:
+        """What counts towards the budgets of micro-batches (data/pack.py)."""
+        return max(self.computed, -(-self.together // KEYS_PER_TOKEN))
 
 
 def update_tokens(recipe: TrainingRecipe, lengths: Lengths = None) -> UpdateTokens:

@@ -186,6 +186,7 @@ class Optimiser:
         """Load the `state` of one or more processes, however it was divided among them. Every weight must be there, with all of its
         moments or none."""
         if self._host is not None:
+            self._host.settled()  # otherwise the last step's moments could still arrive
             for name in self._moments:
                 for moment in self._host.moments(name):
                     moment.zero_()

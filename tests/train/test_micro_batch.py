@@ -13,7 +13,7 @@ from plaudit.models.memory import plan_memory
 from plaudit.models.shapes import QWEN, write_shape
 from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.train import auto
-from plaudit.train.auto import MICRO_BATCHES, choose_micro_batch, resolve_auto
+from plaudit.train.auto import MICRO_BATCHES, choose_micro_batch, resolve_auto, seconds_per_token
 from plaudit.train.build import plan_training
 from plaudit.train.memory_plan import plan_devices, update_size
 from plaudit.train.processes import Processes
@@ -68,10 +68,9 @@ def test_by_hand(sft_of):
         (H200, 32_768),
         (kept(32_768) / 0.75 + 1, 32_768),  # three quarters
         (kept(32_768) / 0.75 - 1, 16_384),  # and its logits, rather than more tokens without theirs
-        (kept(16_384) / 0.75 - 1, 8_192),
-        (kept(8_192) / 0.75 - 1, 16_384),  # as usual, without its logits: nine tenths will do
-        (full(16_384) / 0.9 - 1, 4_096),
-        (kept(4_096) / 0.75 - 1, 8_192),
+        (kept(16_384) / 0.75 - 1, 16_384),  # as usual, without its logits: nine tenths will do
+        (full(16_384) / 0.9 + 1, 16_384),
+        (full(16_384) / 0.9 - 1, 8_192),
         (SMALL, 8_192),
         (full(8_192) / 0.9 - 1, 4_096),
         (full(2_048) / 2, 2_048),  # too little for any
@@ -86,6 +85,40 @@ def test_by_hand(sft_of):
         (full(16_384) / 0.9 - 1, 8_192),
     ]:
         assert choose_micro_batch(sft_of("0.5B", **without), None, gpu(memory)) == expected, memory
+
+
+def test_estimated_time_by_hand():
+    """Of a billion parameters, of which 100 million are the head's."""
+    plain = {"head_again": 0, "backward": 2, "gathered": False}
+    assert seconds_per_token(10_000, 10**9, **plain) == pytest.approx(6e9 / 450e12 + (0.015 + 12e9 / 4.8e12) / 10_000)
+    again = seconds_per_token(10_000, 10**9, **(plain | {"head_again": 10**8}))
+    assert again - seconds_per_token(10_000, 10**9, **plain) == pytest.approx(2e8 / 450e12)
+    gathered = seconds_per_token(10_000, 10**9, **(plain | {"gathered": True}))
+    assert gathered - seconds_per_token(10_000, 10**9, **plain) == pytest.approx(8e9 / 3e11 / 10_000)
+    assert seconds_per_token(10**9, 10**9, head_again=0, backward=1, gathered=False) == pytest.approx(4e9 / 450e12, rel=1e-3)
+
+
+def test_where_weights_are_gathered_more_tokens_come_before_kept_logits(sft_of):
+    """7B: 16,384 without its logits takes 107 of 149 GB, 8,192 with them 78."""
+    sharded = gpu(H200, size=8, sharding="full")
+    assert choose_micro_batch(sft_of("7B", rows=4096), None, sharded) == 16_384
+
+
+def test_an_update_is_as_large_as_what_is_packed(tiny_model, prompts_file, tmp_path):
+    """Prompts of 1,600 tokens × 8 × 64 tokens: 13,312 of their own, which fit a micro-batch, and 106,496 keys."""
+    sections: dict[str, Any] = {"rollout": {"n": 8, "max_new_tokens": 64}, "train": {"prompts_per_step": 8}}
+
+    def size(tokens: int, share: bool = True) -> Any:
+        sections["train"] |= {"tokens_per_micro_batch": tokens, "share_prompts": share}
+        tree = rl_recipe(tiny_model, prompts_file, tmp_path / "run", REWARD, **sections)
+        recipe = load_recipe(write_recipe(tmp_path / "packed.yaml", {"stage": "rl", **tree})).recipe
+        return update_size(recipe, [1600] * 8)
+
+    own, together = 8 * (1600 + 8 * 64), 8 * 8 * 1664
+    assert size(32_768)[:2] == (own, True)
+    assert size(together // 4)[:2] == (own, True)
+    assert size(together // 4 - 1)[:2] == (own, False), "a batch has at most four keys for each token"
+    assert size(32_768, share=False)[:2] == (32_768, False)
 
 
 def test_logits_are_kept_if_they_fit(sft_of):
@@ -121,7 +154,7 @@ def test_larger_models_have_smaller_micro_batches(sft_of):
 
     assert chosen(sft_of("0.5B"), H200) == (32_768, True)
     assert chosen(sft_of("1.5B"), H200) == (16_384, True)
-    assert chosen(sft_of("1.5B"), A100) == (8_192, True)
+    assert chosen(sft_of("1.5B"), A100) == (16_384, False)
     assert chosen(sft_of("7B", **lora), H200) == (8_192, True)
     assert chosen(sft_of("7B", **lora), A100) == (4_096, True), "8,192 would take 73.0 GB of 80"
     assert chosen(sft_of("7B", **offloaded), H200) == (8_192, True)
@@ -155,7 +188,7 @@ def test_no_more_than_an_update_has(sft_of):
 def test_larger_ones_leave_others_their_memory(sft_of, tiny_model, prompts_file, tmp_path, monkeypatch):
     """Other processes, and judges that are launched on the same GPU; the usual number without logits does not depend on them."""
     with monkeypatch.context() as patch:
-        for taken, expected in {55e9: 32_768, 65e9: 16_384, 90e9: 16_384, 100e9: 8_192, 140e9: 16_384}.items():
+        for taken, expected in {55e9: 32_768, 65e9: 16_384, 140e9: 16_384}.items():
             patch.setattr(Processes, "taken_by_others", lambda _, taken=taken: taken)
             assert choose_micro_batch(sft_of("0.5B"), None, gpu(H200)) == expected
 
@@ -225,6 +258,30 @@ def test_the_number_fits_or_is_the_smallest_and_a_larger_one_would_not(sft_of):
             larger = sft_of("0.5B", 2 * tokens, model=model, **sizes)
             needless = tokens >= 16_384 and size * tokens >= sizes["rows"] * sizes["max_tokens"]
             assert needless or training(larger, processes) > (0.75 if tokens >= 16_384 else 0.9) * memory, why
+
+
+def test_nothing_faster_fits(sft_of):
+    """Of all numbers and with or without kept logits, by estimated time and the plan's own measure."""
+    draw = random.Random(1)
+    for _ in range(12):
+        memory, shape, full = draw.uniform(20e9, 150e9), draw.choice(["0.5B", "1.5B", "7B"]), draw.choice([False, True])
+        model = {"lora": draw.choice([None, {"rank": 16}])}
+        processes = gpu(memory, size=8, sharding="full") if full else gpu(memory)
+        resolved: Any = resolve_auto(sft_of(shape, model=model), None, lambda line: None, processes)
+        parameters, head = {"0.5B": (494_032_768, 896), "1.5B": (1_543_714_304, 1536), "7B": (7_615_616_512, 3584)}[shape]
+
+        def seconds(tokens: int, keeps: bool, p=parameters, h=head, model=model, full=full) -> float:
+            vocabulary = 152_064 if h == 3584 else 151_936
+            again = 0 if keeps else vocabulary * h
+            return seconds_per_token(tokens, p, again, backward=1 if model["lora"] else 2, gathered=full)
+
+        chosen = resolved.train.tokens_per_micro_batch, resolved.train.keep_logits
+        for tokens in MICRO_BATCHES:
+            for keeps in (False, True) if tokens >= 4_096 else (False,):
+                if seconds(tokens, keeps) < 0.999 * seconds(*chosen):
+                    faster = sft_of(shape, tokens, model=model, train_more={"keep_logits": keeps})
+                    limit = (0.75 if keeps or tokens > 16_384 else 0.9) * memory
+                    assert training(faster, processes) > limit, (memory, shape, model, processes, chosen, tokens, keeps)
 
 
 def test_a_number_is_used_as_it_is_and_unknown_memory_gives_the_usual_one(sft_of):
