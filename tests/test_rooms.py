@@ -149,7 +149,7 @@ DOCUMENTS = [
     *REPOSITORY.glob("*.md"),
     *(file for folder in ("docs", "bench", "recipes") for file in (REPOSITORY / folder).rglob("*.md")),
     REPOSITORY / "Makefile",
-    REPOSITORY / "bench/requirements-vllm.txt",
+    *(REPOSITORY / "bench").glob("requirements-*.txt"),
 ]
 
 

@@ -53,7 +53,8 @@ class PairTrainSettings(Section):
     next epoch are a step; the run's last step may be short. drop: that epoch leaves them out (verl, TRL's GRPO)."""
     tokens_per_micro_batch: MicroBatch = "auto"
     """Tokens per forward pass, both answers included. Affects memory and speed, never the gradient. A longer pair is a micro-batch
-    by itself. auto: on a GPU as many as there is memory for, up to 32,768, decided when a run starts; 16,384 on a CPU."""
+    by itself. auto: on a GPU what should be fastest in the memory there is, up to 32,768, decided when a run starts; 16,384 on a
+    CPU."""
     share_prompts: bool = True
     """Compute the tokens with which both answers of a pair begin once, instead of twice. The same scores and gradients (up to the
     order of sums) in less time; off, for comparison."""

@@ -75,7 +75,7 @@ class RLTrainSettings(Section):
     the next epoch are a step; the run's last step may be short. drop: that epoch leaves them out (verl, TRL's GRPO)."""
     tokens_per_micro_batch: MicroBatch = "auto"
     """Tokens per forward pass. Affects memory and speed, never the gradient. A longer sequence is a micro-batch by itself. auto:
-    on a GPU as many as there is memory for, up to 32,768, decided when a run starts; 16,384 on a CPU."""
+    on a GPU what should be fastest in the memory there is, up to 32,768, decided when a run starts; 16,384 on a CPU."""
     share_prompts: bool = True
     """Compute the tokens of a prompt once for all its samples in a micro-batch, instead of once for each. The same log-probs and
     gradients (up to the order of sums) in less time; off, for comparison."""

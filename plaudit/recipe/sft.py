@@ -46,7 +46,7 @@ class SFTTrainSettings(Section):
     next epoch are a step; the run's last step may be short. drop: that epoch leaves them out (verl, TRL's GRPO)."""
     tokens_per_micro_batch: MicroBatch = "auto"
     """Tokens per forward pass. Affects memory and speed, never the gradient. A longer row is a micro-batch by itself. auto: on a
-    GPU as many as there is memory for, up to 32,768, decided when a run starts; 16,384 on a CPU."""
+    GPU what should be fastest in the memory there is, up to 32,768, decided when a run starts; 16,384 on a CPU."""
     keep_logits: KeptLogits = "auto"
     """Keep a micro-batch's logits for the backward pass instead of computing them twice: 4 bytes × vocabulary for each token that
     is trained on, to save a product. The same bits either way. auto: on a GPU, if there is memory for them."""

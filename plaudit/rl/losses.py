@@ -28,8 +28,7 @@ from plaudit.objectives.kl import kl
 from plaudit.objectives.policy import TokenLoss, positive_sft
 from plaudit.objectives.registry import POLICY_LOSSES
 from plaudit.objectives.value import clipped_value, explained_variance
-from plaudit.recipe import AlgorithmSettings, CriticSettings
-from plaudit.recipe.algorithm import ImportanceSettings
+from plaudit.recipe import AlgorithmSettings, CriticSettings, ImportanceSettings
 from plaudit.train.trainer import Loss
 from plaudit.types import Batch, Experience
 

@@ -40,8 +40,8 @@ LARGEST_MICRO_BATCH = 32_768
 (bench/README.md). Larger ones have not been measured; beyond 65,535 there could be more sequences than a kernel's grid has room for
 in its second dimension."""
 SMALLEST_BEFORE_RECOMPUTING = 4_096
-"""Down to here, smaller micro-batches cost less than recomputing, which takes up to a third more time (`seconds_per_token`). Below,
-passes are too short to keep a GPU busy."""
+"""Down to here, smaller micro-batches cost less than recomputing, which takes up to a third more time: by `seconds_per_token` from
+1.5B on, and for smaller models on slower GPUs. Below, passes are too short to keep a GPU busy."""
 FLOPS, BANDWIDTH, INTERCONNECT = 450e12, 4.8e12, 3e11
 """Of an H200, per second: what products of training reach, and bytes in its memory and between GPUs. They decide only what is tried
 first; on a GPU that is slower in all of them the order is about the same."""

@@ -58,7 +58,7 @@ def compiled(kernel, dtype, capability, constants, options, also_wide=frozenset(
 
 found = []
 for capability in (80, 90):
-    kinds = None if capability == 90 else 1  # of a kernel: for the older one, the first is enough
+    kinds = None if capability == 90 else 1  # of a kernel: the older one is there for instructions that it lacks, and takes long
     shapes = (("bf16", 128, 28, 4), ("bf16", 64, 14, 2), ("bf16", 256, 8, 4), ("fp32", 64, 4, 4))
     for dtype, size, heads, kv in shapes[:kinds]:
         shape = {"HEADS": heads, "GROUP": heads // kv, "D": size, "WIDTH": size, "BLOCK": 4096 // size, "STRETCH": 256}
