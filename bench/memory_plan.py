@@ -28,7 +28,9 @@ from gpu_sft import SHAPES  # noqa: E402
 
 TOLERANCE = 0.15
 SHAPES = SHAPES | {"135M": (576, 30, 9, 3, 1536)}
-REWARD = "import zlib\ndef compute_score(solution_str):\n    return zlib.crc32(solution_str.encode()) % 7\n"
+# Different for all samples of a group, whatever their texts: most of a random model's tokens have none, and groups of equal
+# rewards have no backward pass.
+REWARD = "def compute_scores(prompts, responses, ground_truths, extra_infos):\n    return list(range(len(responses)))\n"
 CHECKPOINTED, LORA, QLORA = {"gradient_checkpointing": True}, {"lora": {"rank": 16}}, {"lora": {"rank": 16, "base_bits": 4}}
 
 
@@ -170,7 +172,10 @@ def recipe_of(case: dict[str, Any], model: Path, folder: Path, device: str) -> P
         },
     }  # fmt: skip
     if rl:
-        tree |= {"algorithm": {"kind": "grpo"}, "rewards": [{"kind": "function", "path": str(folder / "reward.py")}]}
+        tree |= {
+            "algorithm": {"kind": "grpo"},
+            "rewards": [{"kind": "function", "path": str(folder / "reward.py"), "scores": "group"}],
+        }
     file = folder / "recipe.yaml"
     file.write_text(json.dumps(tree))
     return file
