@@ -165,7 +165,7 @@ class _FusedLayer(nn.Module):
         out_TD = _product(attended_THD.flatten(1), o)
         normed_TD, x_TD = _AddNorm.apply(x_TD, out_TD, second.weight, second.variance_epsilon)  # pyright: ignore
         gated_TI = _SwiGLU.apply(_product(normed_TD, gate, up))
-        return x_TD[None] + _product(gated_TI, down)[None]  # pyright: ignore (not a view: FSDP hooks into its gradient)
+        return _Add.apply(x_TD, _product(gated_TI, down))  # pyright: ignore
 
 
 def _is_fused(modules: Sequence[nn.Module]) -> bool:
@@ -281,6 +281,22 @@ class _AddNorm(torch.autograd.Function):
             also_in=ctx.dtypes[1],
         )  # fmt: skip
         return grad_TD.to(ctx.dtypes[0]), grad_delta_TD, grad_weight, None
+
+
+class _Add(torch.autograd.Function):
+    """x + delta, as [1, T, D] that is no view: FSDP hooks into its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, delta_TD: Tensor) -> Tensor:
+        from plaudit.models.kernels import add
+
+        ctx.dtypes = x_TD.dtype, delta_TD.dtype
+        return add(x_TD[None], delta_TD.contiguous())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_1TD: Tensor):  # pyright: ignore
+        return tuple(grad_1TD[0].to(dtype) for dtype in ctx.dtypes)
 
 
 class _NormHeads(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from plaudit.models.kernels.attention import attend, sum_copies
 from plaudit.models.kernels.layers import (
+    add,
     add_norm,
     norm_backward,
     norm_heads,
@@ -14,6 +15,6 @@ from plaudit.models.kernels.merging import dequantise, dequantise_merged, merge
 from plaudit.models.kernels.vocabulary import logit_gradients, token_logprobs
 
 __all__ = [
-    "add_norm", "attend", "dequantise", "dequantise_merged", "logit_gradients", "merge", "norm_backward", "norm_heads", "rotate",
+    "add", "add_norm", "attend", "dequantise", "dequantise_merged", "logit_gradients", "merge", "norm_backward", "norm_heads", "rotate",
     "sum_copies", "sum_splits", "swiglu", "swiglu_backward", "token_logprobs",
 ]  # fmt: skip

@@ -52,6 +52,22 @@ def _add_norm(
     tl.store(normed_ptr + row + at, ((x * scale).to(dtype).to(tl.float32) * weight).to(weight_dtype), mask=inside)
 
 
+def add(x_TD: Tensor, delta_TD: Tensor) -> Tensor:
+    """x + delta of another dtype, in that of x; torch's own addition takes twice as long for two dtypes."""
+    summed_TD, numbers, block = torch.empty_like(x_TD), x_TD.numel(), 1024
+    _add[(-(-numbers // block),)](x_TD, delta_TD, summed_TD, numbers, BLOCK=block, num_warps=4, **NO_FP_FUSION)
+    return summed_TD
+
+
+@triton.jit
+def _add(x_ptr, delta_ptr, summed_ptr, numbers, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numbers
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    delta = tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(summed_ptr + at, (x + delta).to(summed_ptr.dtype.element_ty), mask=inside)
+
+
 def swiglu(gate_up_TI: Tensor) -> Tensor:
     T, width = gate_up_TI.shape
     half = width // 2

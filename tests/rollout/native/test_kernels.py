@@ -487,6 +487,14 @@ def test_decoding_and_training_attend_alike(seed):
 
 
 @each_dtype
+def test_add_rounds_as_torch_does(dtype):
+    g = generator(0)
+    x, delta = torch.randn(1, 5, 301, generator=g).to(DEVICE), torch.randn(5, 301, generator=g).to(DEVICE, dtype)
+    assert torch.equal(shared.add(x, delta), x + delta)
+    assert torch.equal(shared.add(x.to(dtype), delta), x.to(dtype) + delta)
+
+
+@each_dtype
 @pytest.mark.parametrize("parts", [2, 4])
 def test_sum_splits_matches_add_norm(dtype, parts):
     parts_PTD = torch.randn(parts, 5, 301, generator=generator(parts)).to(DEVICE)

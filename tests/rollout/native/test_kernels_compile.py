@@ -74,6 +74,7 @@ for capability in (80, 90):
         compiled(packed._attend, dtype, capability, shape | {"ROWS": packed.ROWS}, tuned)
         fp32 = {"x_ptr": "*fp32", "summed_ptr": "*fp32", "grad_x_ptr": "*fp32", "grad_ptr": "*fp32", "grad_weight_ptr": "*fp32"}
         compiled(shared._add_norm, dtype, capability, {"D": 896, "BLOCK": 1024, "PARTS": 2}, NO_FP_FUSION, **fp32)
+        compiled(shared._add, dtype, capability, {"BLOCK": 1024}, NO_FP_FUSION, x_ptr="*fp32", summed_ptr="*fp32")
         for trains in (True, False):
             norm = {"D": 896, "BLOCK": 1024, "ADD": True, "ROUND": True, "TRAINS": trains}
             compiled(shared._norm_backward, dtype, capability, norm, {}, **fp32)
@@ -138,8 +139,8 @@ def found(tmp_path_factory) -> list[dict]:
 
 def test_all_kernels_compile(found):
     assert {entry["kernel"] for entry in found} == {
-        "models_attend", "models_add_norm", "models_norm_backward", "models_swiglu", "models_swiglu_backward", "models_join_parts",
-        "models_rotate", "models_norm_heads", "models_sum_copies", "models_sum_tiles", "models_settle", "models_gradients",
+        "models_attend", "models_add", "models_add_norm", "models_norm_backward", "models_swiglu", "models_swiglu_backward",
+        "models_join_parts", "models_rotate", "models_norm_heads", "models_sum_copies", "models_sum_tiles", "models_settle", "models_gradients",
         "models_merge", "models_dequantise_merge",
         "rollout_attend", "rollout_combine", "rollout_write", "rollout_read", "rollout_accept", "rollout_settle",
         "rollout_peaks", "rollout_choose", "rollout_kth",
