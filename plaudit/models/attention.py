@@ -186,14 +186,38 @@ class _BatchInvariantAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # pyright: ignore
         query, key, value, starts_q, starts_k, out, logsum = ctx.saved_tensors
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)
-        grad_query, *grads = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), query, *_copies(key, value, ctx.shared), out, logsum, starts_q, starts_k,
-            ctx.longest_q, ctx.longest_k, 0.0, True, *no_dropout, scale=ctx.scale,
-        )  # fmt: skip
+        inputs = grad, query, *_copies(key, value, ctx.shared), out, logsum, starts_q, starts_k, ctx.longest_q, ctx.longest_k
+        grad_query, *grads = _attention_gradients(*inputs, ctx.scale)
         if ctx.shared is not None:
             grads = [_sum_copies(of_copies, ctx.shared) for of_copies in grads]
         return grad_query, *grads, *[None] * 6
+
+
+def _attention_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsum: Tensor, starts_q: Tensor, starts_k: Tensor,
+    longest_q: int, longest_k: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from plaudit.models.kernels import attend_backward, has_bulk_copies
+
+    if has_bulk_copies(grad.device):
+        return attend_backward(grad, query, key, value, out, logsum, starts_q, starts_k, longest_q, longest_k, scale)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)
+    return torch.ops.aten._flash_attention_backward(
+        grad.contiguous(),
+        query,
+        key,
+        value,
+        out,
+        logsum,
+        starts_q,
+        starts_k,
+        longest_q,
+        longest_k,
+        0.0,
+        True,
+        *no_dropout,
+        scale=scale,
+    )
 
 
 # Keys of shared tokens -----------------------------------------------------------------------------------------------

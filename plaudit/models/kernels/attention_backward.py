@@ -1,5 +1,5 @@
-"""Gradients of causal attention within packed sequences: every number is summed by one program in one order, so the same inputs give
-the same bits.
+"""Gradients of causal attention within packed sequences. Every number is summed by one program in one order, so the same inputs
+give the same bits.
 
 With scores s = scale · q·k, o = Σ p v and the logsum of the forward pass, for a query i and each key j that it sees:
 
@@ -10,15 +10,18 @@ With scores s = scale · q·k, o = Σ p v and the logsum of the forward pass, fo
 Two kernels compute s and p again, each for the sums it keeps in registers:
 
 - `_grad_query`: a tile of queries of a head goes through the keys that it sees. It also writes delta, and the logsum in base 2.
-- `_grad_key`: a tile of keys of a key head goes through the queries that see it, of all heads that share the keys; so there is no sum
-  over heads afterwards. It computes sᵀ and dpᵀ, because pᵀ and dsᵀ then are operands of the next products as they are in registers.
-  If that is too few programs for a GPU, the heads are split among programs, whose sums are added in order.
+- `_grad_key`: a tile of keys of a key head goes through the queries that see it, of all heads that share the keys; so there is no
+  sum over heads afterwards. It computes sᵀ and dpᵀ, because pᵀ and dsᵀ then are operands of the next products as they are in
+  registers. If that is too few programs for a GPU, the heads are split among programs, whose sums are added in order.
 
 Only tiles that the diagonal crosses are masked. Queries beyond a sequence's end need no mask: they have logsum ∞ and so p = 0.
+
+On Hopper GPUs, descriptors of the tensors let the copy engine load tiles. This saves the registers and the instructions for
+addresses and masks: the loads of logsum and delta alone, which every warp needs for all of its columns, took as many as 4 products.
 """
 
 # A launch takes arguments that the kernel does not declare.
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 from functools import cache
 from typing import NamedTuple
@@ -27,9 +30,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from plaudit.models.heads import next_power_of_2
-from plaudit.models.kernels.attention import LOG2_E
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+PADDING = 128  # numbers after those of each sequence's queries, which its last tile reads
+ALIGNED = tl.constexpr(4)  # numbers: descriptors copy from multiples of 16 bytes
 
 
 class Tile(NamedTuple):
@@ -39,14 +46,22 @@ class Tile(NamedTuple):
     passing: int
     warps: int
     stages: int
+    registers: int | None = None
+    """Of a thread, at most, so that more programs fit on a multiprocessor."""
+    late: bool = False
+    """Of a tile of keys: the gradient of the values is summed last."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, "num_stages": self.stages} | limit
 
 
 # By width of a head. Hopper GPUs have room for more stages than the smaller GPUs, whose programs may have 99 KB of shared memory.
-QUERY_TILES = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)}
-KEY_TILES = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)}
+QUERY_TILES = {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)}
+KEY_TILES = {64: Tile(64, 64, 4, 3, late=True), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)}
 SMALL_QUERY_TILES = {64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 2), 256: Tile(32, 16, 4, 2)}
 SMALL_KEY_TILES = {64: Tile(64, 32, 4, 3), 128: Tile(64, 32, 4, 2), 256: Tile(32, 16, 4, 2)}
-LARGE_SHARED_MEMORY = 200_000  # bytes
 FEWEST_PROGRAMS = 240  # of `_grad_key`, which differ in length: about two for each multiprocessor of a large GPU
 
 
@@ -54,7 +69,7 @@ def attend_backward(
     grad_THD: Tensor, query_THD: Tensor, key_UKD: Tensor, value_UKD: Tensor, out_THD: Tensor, logsum_HT: Tensor,
     starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int, scale: float,
     grad_query_THD: Tensor | None = None, grad_key_UKD: Tensor | None = None, grad_value_UKD: Tensor | None = None,
-    query_tile: Tile | None = None, key_tile: Tile | None = None, split: int | None = None,
+    query_tile: Tile | None = None, key_tile: Tile | None = None, split: int | None = None, described: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `attend`, whose results `out_THD` and `logsum_HT` are. They are written to `grad_query_THD` and so on, if given:
     views with any strides but the last, which is 1."""
@@ -66,28 +81,35 @@ def attend_backward(
     grad_query_THD = torch.empty(T, heads, size, dtype=dtype, device=device) if grad_query_THD is None else grad_query_THD
     grad_key_UKD = torch.empty(U, kv, size, dtype=dtype, device=device) if grad_key_UKD is None else grad_key_UKD
     grad_value_UKD = torch.empty(U, kv, size, dtype=dtype, device=device) if grad_value_UKD is None else grad_value_UKD
-    views = query_THD, key_UKD, value_UKD, grad_query_THD, grad_key_UKD, grad_value_UKD
-    assert all(x.stride(2) == 1 for x in views)
-    query, key, value, *grads = ((x, x.stride(0), x.stride(1)) for x in views)
-    logsum_and_delta_2HT = torch.empty(2, heads, T, dtype=torch.float32, device=device)
-    shape = {"HEADS": heads, "GROUP": group, "D": size, "WIDTH": width}
+    read, written = (query_THD, key_UKD, value_UKD), (grad_query_THD, grad_key_UKD, grad_value_UKD)
+    assert all(x.stride(2) == 1 for x in (*read, *written))
+    strides = [stride for x in read for stride in x.stride()[:2]]
+    grads = [(x, *x.stride()[:2]) for x in written]
+    padded = -(-(T + sequences * (PADDING + 2 * ALIGNED.value)) // ALIGNED.value) * ALIGNED.value
+    rows_2HP = torch.empty(2 * heads * padded, dtype=torch.float32, device=device)
+    described = has_bulk_copies(device) and all(_is_describable(x) for x in read) if described is None else described
+    source = _described if described else _plain
+    shape = {"HEADS": heads, "GROUP": group, "D": size, "WIDTH": width, "PADDING": PADDING, "DESCRIBED": described}
 
-    query_tile = query_tile or _tile_of(width, longest_q, dtype, device, of_keys=False)
-    tiles = -(-longest_q // query_tile.kept)
+    tile = query_tile or _tile_of(width, longest_q, dtype, device, of_keys=False)
+    kept, passing = tile[:2]
+    tiles = -(-longest_q // kept)
     _grad_query[(heads, sequences, tiles)](
-        grad_THD, out_THD, *query, *key, *value, starts_q, starts_k, logsum_HT, logsum_and_delta_2HT, *grads[0], T, scale, tiles,
-        **shape, ROWS=query_tile.kept, BLOCK=query_tile.passing, num_warps=query_tile.warps, num_stages=query_tile.stages,
+        *(source(x, kept) for x in (grad_THD, out_THD, query_THD)), *(source(x, passing) for x in (key_UKD, value_UKD)), *strides,
+        starts_q, starts_k, logsum_HT, rows_2HP, *grads[0], T, padded, scale, tiles,
+        **shape, ROWS=kept, BLOCK=passing, **tile.options,
     )  # fmt: skip
 
-    key_tile = key_tile or _tile_of(width, longest_k, dtype, device, of_keys=True)
-    split = split or split_for(U, kv, group, key_tile.kept)
-    summed = grads[1:]
-    if split > 1:  # the sums of each part, to be added
-        parts_2PUKD = torch.empty(2, split, U, kv, size, dtype=torch.float32, device=device)
-        summed = [(part_PUKD, kv * size, size) for part_PUKD in parts_2PUKD]
-    _grad_key[(kv * split, sequences, -(-longest_k // key_tile.kept))](
-        grad_THD, *query, *key, *value, starts_q, starts_k, logsum_and_delta_2HT, *summed[0], *summed[1], T, U * kv * size, scale,
-        **shape, SPLIT=split, BLOCK=key_tile.kept, ROWS=key_tile.passing, num_warps=key_tile.warps, num_stages=key_tile.stages,
+    tile = key_tile or _tile_of(width, longest_k, dtype, device, of_keys=True)
+    kept, passing = tile[:2]
+    assert passing <= PADDING
+    split = split or split_for(U, kv, group, kept)
+    parts_2PUKD = torch.empty(2, split if split > 1 else 0, U, kv, size, dtype=torch.float32, device=device)
+    summed = [(parts_PUKD, kv * size, size) for parts_PUKD in parts_2PUKD] if split > 1 else grads[1:]
+    _grad_key[(kv * split, sequences, -(-longest_k // kept))](
+        *(source(x, passing) for x in (grad_THD, query_THD)), *(source(x, kept) for x in (key_UKD, value_UKD)), *strides,
+        starts_q, starts_k, source(rows_2HP, passing), *summed[0], *summed[1], padded, U * kv * size, scale,
+        **shape, SPLIT=split, LATE=tile.late, BLOCK=kept, ROWS=passing, **tile.options,
     )  # fmt: skip
     if split > 1:
         _add_parts[(U, kv, 2)](
@@ -103,32 +125,76 @@ def split_for(keys: int, kv: int, group: int, tile: int) -> int:
 
 
 def _tile_of(width: int, longest: int, dtype: torch.dtype, device: torch.device, *, of_keys: bool) -> Tile:
-    if _has_large_shared_memory(device):
+    if has_bulk_copies(device):
         tiles = KEY_TILES if of_keys else QUERY_TILES
     else:
         tiles = SMALL_KEY_TILES if of_keys else SMALL_QUERY_TILES
-    kept, passing, warps, stages = tiles[min(max(width, 64), 256)]
+    kept, passing, warps, stages, registers, late = tiles[min(max(width, 64), 256)]
     if dtype.itemsize > 2:
-        kept, passing, stages = max(16, kept // 2), max(16, passing // 2), 2
-    return Tile(min(kept, max(16, next_power_of_2(longest))), passing, warps, stages)
+        kept, passing, stages, registers = max(16, kept // 2), max(16, passing // 2), 2, None
+    return Tile(min(kept, max(16, next_power_of_2(longest))), passing, warps, stages, registers, late)
 
 
 @cache
-def _has_large_shared_memory(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= LARGE_SHARED_MEMORY
+def has_bulk_copies(device: torch.device) -> bool:
+    """Hopper's, of tiles that a descriptor describes. Such a GPU also has 227 KB of shared memory for a program."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0), (10, 3))
+
+
+def _is_describable(x: Tensor) -> bool:
+    tokens, heads, size = x.shape
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    return aligned and tokens > 0 and size == next_power_of_2(size) and (heads == 1 or x.stride(1) == size)
+
+
+def _described(x: Tensor, rows: int) -> TensorDescriptor:
+    if x.dim() == 1:
+        return TensorDescriptor(x, list(x.shape), [1], [rows])
+    tokens, heads, size = x.shape
+    return TensorDescriptor(x, [tokens, heads * size], [x.stride(0), 1], [rows, size])
+
+
+def _plain(x: Tensor, rows: int) -> Tensor:
+    return x
 
 
 @triton.jit
+def _tile(
+    source, row, head, end, stride, head_stride,
+    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, WIDTH] of a head. From row `end` on zeros; or the rows of the next sequence, if copied by a descriptor."""
+    if DESCRIBED:
+        tile = source.load([row.to(tl.int32), (head * D).to(tl.int32)])
+    else:
+        local = tl.arange(0, ROWS)
+        at = tl.arange(0, WIDTH)[None, :]
+        place = source + row.to(tl.int64) * stride + head.to(tl.int64) * head_stride
+        inside = (local < end - row)[:, None] & (at < D)
+        tile = tl.load(place + (local[:, None] * stride + at), mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def _row_numbers(source, place, ROWS: tl.constexpr, DESCRIBED: tl.constexpr):
+    return source.load([place.to(tl.int32)]) if DESCRIBED else tl.load(source + place + tl.arange(0, ROWS))
+
+
+@triton.jit
+def _padded_begin(begin_q, sequence, PADDING: tl.constexpr):
+    return (begin_q + ALIGNED - 1) // ALIGNED * ALIGNED + sequence * (PADDING + ALIGNED)
+
+
+@triton.jit(do_not_specialize=["T", "padded", "tiles"])  # they change from batch to batch
 def _grad_query(
-    grad_ptr, out_ptr, query_ptr, query_stride, query_head_stride, key_ptr, key_stride, key_head_stride,
-    value_ptr, value_stride, value_head_stride, starts_q_ptr, starts_k_ptr, logsum_ptr, rows_ptr,
-    grad_query_ptr, grad_query_stride, grad_query_head_stride, T, scale, tiles,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad, out, query, key, value, query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
+    starts_q_ptr, starts_k_ptr, logsum_ptr, rows_ptr, grad_query_ptr, grad_query_stride, grad_query_head_stride,
+    T, padded, scale, tiles,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PADDING: tl.constexpr,
+    DESCRIBED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program: a tile of queries of one head of one sequence."""
-    head = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(0)
     sequence = tl.program_id(1)
     first = (tiles - 1 - tl.program_id(2)) * ROWS  # the longest work first
     begin_q = tl.load(starts_q_ptr + sequence).to(tl.int64)
@@ -137,78 +203,72 @@ def _grad_query(
     keys = (tl.load(starts_k_ptr + sequence + 1) - begin_k).to(tl.int32)
     if first >= queries:
         return
-    row = first + tl.arange(0, ROWS)
-    at = tl.arange(0, WIDTH)
-    token = tl.arange(0, BLOCK)
-    there = row < queries
-    inside = there[:, None] & (at[None, :] < D)
-    query_ptr += (begin_q + first) * query_stride + head * query_head_stride
-    out_place = ((begin_q + first) * HEADS + head) * D + tl.arange(0, ROWS)[:, None] * (HEADS * D) + at[None, :]
-    query = tl.load(query_ptr + tl.arange(0, ROWS)[:, None] * query_stride + at[None, :], mask=inside, other=0.0)
-    grad = tl.load(grad_ptr + out_place, mask=inside, other=0.0)
-    out = tl.load(out_ptr + out_place, mask=inside, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    row_place = head * T + begin_q + row
-    logsum = tl.load(logsum_ptr + row_place, mask=there, other=float("inf")) * 1.4426950408889634
-    tl.store(rows_ptr + row_place, logsum, mask=there)
-    tl.store(rows_ptr + HEADS * T.to(tl.int64) + row_place, delta, mask=there)
+    local = tl.arange(0, ROWS)
+    there = local < queries - first
+    end_q = begin_q + queries
+    query_tile = _tile(query, begin_q + first, head, end_q, query_stride, query_head_stride, ROWS, D, WIDTH, DESCRIBED)
+    grad_tile = _tile(grad, begin_q + first, head, end_q, HEADS * D, D, ROWS, D, WIDTH, DESCRIBED)
+    out_tile = _tile(out, begin_q + first, head, end_q, HEADS * D, D, ROWS, D, WIDTH, DESCRIBED)
+    delta = tl.sum(out_tile.to(tl.float32) * grad_tile.to(tl.float32), 1)
+    logsum = tl.load(logsum_ptr + head.to(tl.int64) * T + begin_q + first + local, mask=there, other=float("inf")) * LOG2_E
+    rows_ptr += head.to(tl.int64) * padded + _padded_begin(begin_q, sequence, PADDING)
+    delta_ptr = rows_ptr + HEADS * padded.to(tl.int64)
+    tl.store(rows_ptr + first + local, logsum, mask=there)
+    tl.store(delta_ptr + first + local, delta, mask=there)
+    if first + ROWS >= queries:
+        tl.store(rows_ptr + queries + tl.arange(0, PADDING), tl.full([PADDING], float("inf"), tl.float32))
+        tl.store(delta_ptr + queries + tl.arange(0, PADDING), tl.zeros([PADDING], tl.float32))
 
-    key_ptr += begin_k * key_stride + (head // GROUP) * key_head_stride
-    value_ptr += begin_k * value_stride + (head // GROUP) * value_head_stride
-    position = keys - queries + row
+    position = keys - queries + first + local
     seen_by_all = (keys - queries + first + 1) // BLOCK * BLOCK
     seen = tl.minimum(keys, keys - queries + first + ROWS)
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     total = _through_keys(
-        total, query, grad, logsum, delta, key_ptr, key_stride, value_ptr, value_stride, 0, seen_by_all, keys, position, scale,
-        D, WIDTH, BLOCK, False,
+        total, query_tile, grad_tile, logsum, delta, key, key_stride, key_head_stride, value, value_stride, value_head_stride,
+        begin_k, 0, seen_by_all, keys, head // GROUP, position, scale * LOG2_E, D, WIDTH, DESCRIBED, BLOCK, False,
     )  # fmt: skip
     total = _through_keys(
-        total, query, grad, logsum, delta, key_ptr, key_stride, value_ptr, value_stride, seen_by_all, seen, keys, position, scale,
-        D, WIDTH, BLOCK, True,
+        total, query_tile, grad_tile, logsum, delta, key, key_stride, key_head_stride, value, value_stride, value_head_stride,
+        begin_k, seen_by_all, seen, keys, head // GROUP, position, scale * LOG2_E, D, WIDTH, DESCRIBED, BLOCK, True,
     )  # fmt: skip
-    grad_query_ptr += (begin_q + first) * grad_query_stride + head * grad_query_head_stride
-    place = grad_query_ptr + tl.arange(0, ROWS)[:, None] * grad_query_stride + at[None, :]
-    tl.store(place, (total * scale).to(grad_query_ptr.dtype.element_ty), mask=inside)
+    at = tl.arange(0, WIDTH)[None, :]
+    grad_query_ptr += (begin_q + first) * grad_query_stride + head.to(tl.int64) * grad_query_head_stride
+    place = grad_query_ptr + local[:, None] * grad_query_stride + at
+    tl.store(place, (total * scale).to(grad_query_ptr.dtype.element_ty), mask=there[:, None] & (at < D))
 
 
 @triton.jit
 def _through_keys(
-    total, query, grad, logsum, delta, key_ptr, key_stride, value_ptr, value_stride, begin, end, keys, position, scale,
-    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    total, query, grad, logsum, delta, key_source, key_stride, key_head_stride, value_source, value_stride, value_head_stride,
+    begin_k, begin, end, keys, head, position, scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    at = tl.arange(0, WIDTH)[None, :]
-    token = tl.arange(0, BLOCK)
     for start in tl.range(begin, end, BLOCK):
-        inside = at < D
-        if MASKED:
-            inside &= (start + token < keys)[:, None]
-        key = tl.load(key_ptr + start.to(tl.int64) * key_stride + (token[:, None] * key_stride + at), mask=inside, other=0.0)
-        value_place = value_ptr + start.to(tl.int64) * value_stride + (token[:, None] * value_stride + at)
-        value = tl.load(value_place, mask=inside, other=0.0)
+        row, end_k = begin_k + start, begin_k + keys
+        key = _tile(key_source, row, head, end_k, key_stride, key_head_stride, BLOCK, D, WIDTH, DESCRIBED)
+        value = _tile(value_source, row, head, end_k, value_stride, value_head_stride, BLOCK, D, WIDTH, DESCRIBED)
         score = tl.dot(query, tl.trans(key), input_precision="ieee")
         grad_p = tl.dot(grad, tl.trans(value), input_precision="ieee")
-        p = tl.exp2(score * (scale * 1.4426950408889634) - logsum[:, None])
+        p = tl.exp2(score * scale - logsum[:, None])
         if MASKED:
-            p = tl.where((start + token)[None, :] <= position[:, None], p, 0.0)
+            p = tl.where((start + tl.arange(0, BLOCK))[None, :] <= position[:, None], p, 0.0)
         grad_score = p * (grad_p - delta[:, None])
         total = tl.dot(grad_score.to(key.dtype), key, total, input_precision="ieee")
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["padded", "part_stride"])
 def _grad_key(
-    grad_ptr, query_ptr, query_stride, query_head_stride, key_ptr, key_stride, key_head_stride,
-    value_ptr, value_stride, value_head_stride, starts_q_ptr, starts_k_ptr, rows_ptr,
-    grad_key_ptr, grad_key_stride, grad_key_head_stride, grad_value_ptr, grad_value_stride, grad_value_head_stride,
-    T, part_stride, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad, query, key, value, query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
+    starts_q_ptr, starts_k_ptr, rows, grad_key_ptr, grad_key_stride, grad_key_head_stride,
+    grad_value_ptr, grad_value_stride, grad_value_head_stride, padded, part_stride, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PADDING: tl.constexpr,
+    DESCRIBED: tl.constexpr, SPLIT: tl.constexpr, LATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program: a tile of keys of one sequence, and the heads that share them, or a part of those."""
     EACH: tl.constexpr = GROUP // SPLIT
-    kv_head = tl.program_id(0).to(tl.int64) // SPLIT
-    part = tl.program_id(0).to(tl.int64) % SPLIT
+    kv_head = tl.program_id(0) // SPLIT
+    part = tl.program_id(0) % SPLIT
     sequence = tl.program_id(1)
     start = tl.program_id(2) * BLOCK  # the longest work first
     begin_q = tl.load(starts_q_ptr + sequence).to(tl.int64)
@@ -217,70 +277,67 @@ def _grad_key(
     keys = (tl.load(starts_k_ptr + sequence + 1) - begin_k).to(tl.int32)
     if start >= keys:
         return
-    at = tl.arange(0, WIDTH)[None, :]
-    token = tl.arange(0, BLOCK)
-    inside = (start + token < keys)[:, None] & (at < D)
-    key_ptr += (begin_k + start) * key_stride + kv_head * key_head_stride
-    value_ptr += (begin_k + start) * value_stride + kv_head * value_head_stride
-    key = tl.load(key_ptr + token[:, None] * key_stride + at, mask=inside, other=0.0)
-    value = tl.load(value_ptr + token[:, None] * value_stride + at, mask=inside, other=0.0)
-
-    head = kv_head * GROUP + part * EACH
-    query_ptr += begin_q * query_stride + head * query_head_stride
-    grad_ptr += (begin_q * HEADS + head) * D
-    rows_ptr += head * T + begin_q
-    first = tl.maximum(0, start - (keys - queries))
+    row, end_k = begin_k + start, begin_k + keys
+    key_tile = _tile(key, row, kv_head, end_k, key_stride, key_head_stride, BLOCK, D, WIDTH, DESCRIBED)
+    value_tile = _tile(value, row, kv_head, end_k, value_stride, value_head_stride, BLOCK, D, WIDTH, DESCRIBED)
+    local = tl.arange(0, BLOCK)
+    seen_from = start + local - (keys - queries)
+    first = tl.maximum(0, start - (keys - queries)) // ALIGNED * ALIGNED
     sees_all = tl.minimum(queries, tl.maximum(first, start + BLOCK - 1 - (keys - queries)))
-    partly = tl.cdiv(tl.maximum(sees_all - first, 0), ROWS)
+    partly = tl.cdiv(sees_all - first, ROWS)
     rest = first + partly * ROWS
     fully = tl.cdiv(tl.maximum(queries - rest, 0), ROWS)
     total_key = tl.zeros([BLOCK, WIDTH], tl.float32)
     total_value = tl.zeros([BLOCK, WIDTH], tl.float32)
-    seen_from = start + token - (keys - queries)
+    head = kv_head * GROUP + part * EACH
+    begin_p = _padded_begin(begin_q, sequence, PADDING)
     total_key, total_value = _through_queries(
-        total_key, total_value, key, value, query_ptr, query_stride, query_head_stride, grad_ptr, rows_ptr, T, first, partly,
-        queries, seen_from, scale, HEADS, EACH, D, WIDTH, ROWS, True,
+        total_key, total_value, key_tile, value_tile, query, query_stride, query_head_stride, grad, rows, padded, begin_q, begin_p,
+        first, partly, queries, head, seen_from, scale * LOG2_E, HEADS, EACH, D, WIDTH, DESCRIBED, ROWS, LATE, True,
     )  # fmt: skip
     total_key, total_value = _through_queries(
-        total_key, total_value, key, value, query_ptr, query_stride, query_head_stride, grad_ptr, rows_ptr, T, rest, fully,
-        queries, seen_from, scale, HEADS, EACH, D, WIDTH, ROWS, False,
+        total_key, total_value, key_tile, value_tile, query, query_stride, query_head_stride, grad, rows, padded, begin_q, begin_p,
+        rest, fully, queries, head, seen_from, scale * LOG2_E, HEADS, EACH, D, WIDTH, DESCRIBED, ROWS, LATE, False,
     )  # fmt: skip
-    grad_key_ptr += part * part_stride + (begin_k + start) * grad_key_stride + kv_head * grad_key_head_stride
-    grad_value_ptr += part * part_stride + (begin_k + start) * grad_value_stride + kv_head * grad_value_head_stride
-    key_place = grad_key_ptr + token[:, None] * grad_key_stride + at
+    at = tl.arange(0, WIDTH)[None, :]
+    inside = (local < keys - start)[:, None] & (at < D)
+    part_offset, kv_head = part.to(tl.int64) * part_stride, kv_head.to(tl.int64)
+    grad_key_ptr += part_offset + row * grad_key_stride + kv_head * grad_key_head_stride
+    grad_value_ptr += part_offset + row * grad_value_stride + kv_head * grad_value_head_stride
+    key_place = grad_key_ptr + (local[:, None] * grad_key_stride + at)
     tl.store(key_place, (total_key * scale).to(grad_key_ptr.dtype.element_ty), mask=inside)
-    value_place = grad_value_ptr + token[:, None] * grad_value_stride + at
+    value_place = grad_value_ptr + (local[:, None] * grad_value_stride + at)
     tl.store(value_place, total_value.to(grad_value_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _through_queries(
-    total_key, total_value, key, value, query_ptr, query_stride, query_head_stride, grad_ptr, rows_ptr, T, first, tiles,
-    queries, seen_from, scale,
-    HEADS: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
+    total_key, total_value, key, value, query_source, query_stride, query_head_stride, grad_source, rows, padded, begin_q, begin_p,
+    first, tiles, queries, first_head, seen_from, scale,
+    HEADS: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr,
+    ROWS: tl.constexpr, LATE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One loop over tiles and heads, so that the loads of the next head begin during the work on this one."""
-    at = tl.arange(0, WIDTH)[None, :]
-    local = tl.arange(0, ROWS)
     for i in tl.range(0, tiles * EACH):
-        start = first + i // EACH * ROWS
-        head = i % EACH
-        there = start + local < queries
-        inside = there[:, None] & (at < D)
-        query_place = query_ptr + start.to(tl.int64) * query_stride + head * query_head_stride
-        query = tl.load(query_place + (local[:, None] * query_stride + at), mask=inside, other=0.0)
-        grad_place = grad_ptr + (start.to(tl.int64) * HEADS + head) * D
-        grad = tl.load(grad_place + (local[:, None] * (HEADS * D) + at), mask=inside, other=0.0)
-        row_place = rows_ptr + head.to(tl.int64) * T + start
-        logsum = tl.load(row_place + local, mask=there, other=float("inf"))
-        delta = tl.load(row_place + HEADS * T.to(tl.int64) + local, mask=there, other=0.0)
+        start, head = first + i // EACH * ROWS, first_head + i % EACH
+        row, end_q = begin_q + start, begin_q + queries
+        query = _tile(query_source, row, head, end_q, query_stride, query_head_stride, ROWS, D, WIDTH, DESCRIBED)
+        grad = _tile(grad_source, row, head, end_q, HEADS * D, D, ROWS, D, WIDTH, DESCRIBED)
+        row_place = head.to(tl.int64) * padded + begin_p + start
         score = tl.dot(key, tl.trans(query), input_precision="ieee")
-        grad_p = tl.dot(value, tl.trans(grad), input_precision="ieee")
-        p = tl.exp2(score * (scale * 1.4426950408889634) - logsum[None, :])
+        logsum = _row_numbers(rows, row_place, ROWS, DESCRIBED)
+        p = tl.exp2(score * scale - logsum[None, :])
         if MASKED:
-            p = tl.where(seen_from[:, None] <= (start + local)[None, :], p, 0.0)
-        total_value = tl.dot(p.to(grad.dtype), grad, total_value, input_precision="ieee")
+            p = tl.where(seen_from[:, None] <= (start + tl.arange(0, ROWS))[None, :], p, 0.0)
+        # The tensor cores' operands in registers (p and grad_score) may not be computed during other products: the compiler would
+        # then wait for every instruction of a product. So there are two ways to order them.
+        if not LATE:
+            total_value = tl.dot(p.to(grad.dtype), grad, total_value, input_precision="ieee")
+        grad_p = tl.dot(value, tl.trans(grad), input_precision="ieee")
+        delta = _row_numbers(rows, row_place + HEADS * padded.to(tl.int64), ROWS, DESCRIBED)
         grad_score = p * (grad_p - delta[None, :])
+        if LATE:
+            total_value = tl.dot(p.to(grad.dtype), grad, total_value, input_precision="ieee")
         total_key = tl.dot(grad_score.to(query.dtype), query, total_key, input_precision="ieee")
     return total_key, total_value
 
