@@ -107,7 +107,7 @@ def candidates(size: int) -> dict[str, list[attention_backward.Tile]]:
     )
     stages = (2, 3)
     query = [Tile(*shape, n) for shape, n in product(shapes, stages)]
-    key = [Tile(*shape, n, None, late) for shape, n, late in product(shapes, stages, (False, True))]
+    key = [Tile(*shape, n, late) for shape, n, late in product(shapes, stages, (False, True))]
     return {"query_tile": query, "key_tile": key}
 
 

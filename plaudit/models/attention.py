@@ -2,8 +2,8 @@
 
 Any model that uses transformers' attention interface (Llama, Qwen, Mistral and similar) runs on packed batches with it, unchanged:
 sequence starts are passed through the model's keyword arguments. On a GPU in half precision, all sequences run in one kernel, which
-sums in the sampler's order and has the backward pass of torch's flash attention; with a sliding window, or unusual head sizes, in
-torch's variable-length flash attention. Otherwise each sequence runs through `scaled_dot_product_attention`.
+sums in the sampler's order; its backward pass is ours on Hopper GPUs and torch's flash attention elsewhere. With a sliding window, or
+unusual head sizes, they run in torch's variable-length flash attention. Otherwise each sequence runs through `scaled_dot_product_attention`.
 Unsupported features (soft caps, attention sinks) are refused, never computed wrong.
 """
 
@@ -197,9 +197,9 @@ def _attention_gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsum: Tensor, starts_q: Tensor, starts_k: Tensor,
     longest_q: int, longest_k: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from plaudit.models.kernels import attend_backward, has_bulk_copies
+    from plaudit.models.kernels import attend_backward, is_hopper
 
-    if has_bulk_copies(grad.device):
+    if is_hopper(grad.device):
         return attend_backward(grad, query, key, value, out, logsum, starts_q, starts_k, longest_q, longest_k, scale)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device), torch.empty(0, device=grad.device)
     return torch.ops.aten._flash_attention_backward(

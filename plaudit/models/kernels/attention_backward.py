@@ -40,81 +40,67 @@ ALIGNED = tl.constexpr(4)  # numbers: descriptors copy from multiples of 16 byte
 
 
 class Tile(NamedTuple):
-    """Work of a program: `kept` queries (or keys) whose sums are in registers, and `passing` keys (or queries) at a time."""
+    """What a program keeps, what passes by it at a time, and how it runs."""
 
     kept: int
     passing: int
     warps: int
     stages: int
-    registers: int | None = None
-    """Of a thread, at most, so that more programs fit on a multiprocessor."""
     late: bool = False
     """Of a tile of keys: the gradient of the values is summed last."""
 
     @property
     def options(self) -> dict[str, int]:
-        limit = {} if self.registers is None else {"maxnreg": self.registers}
-        return {"num_warps": self.warps, "num_stages": self.stages} | limit
+        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-# By width of a head. Hopper GPUs have room for more stages than the smaller GPUs, whose programs may have 99 KB of shared memory.
+# By width of a head; for 64 and 128 the fastest on an H200 of those that `bench/gpu_attention.py --tiles` tries.
 QUERY_TILES = {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)}
 KEY_TILES = {64: Tile(64, 64, 4, 3, late=True), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)}
-SMALL_QUERY_TILES = {64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 2), 256: Tile(32, 16, 4, 2)}
-SMALL_KEY_TILES = {64: Tile(64, 32, 4, 3), 128: Tile(64, 32, 4, 2), 256: Tile(32, 16, 4, 2)}
 FEWEST_PROGRAMS = 240  # of `_grad_key`, which differ in length: about two for each multiprocessor of a large GPU
 
 
 def attend_backward(
     grad_THD: Tensor, query_THD: Tensor, key_UKD: Tensor, value_UKD: Tensor, out_THD: Tensor, logsum_HT: Tensor,
     starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int, scale: float,
-    grad_query_THD: Tensor | None = None, grad_key_UKD: Tensor | None = None, grad_value_UKD: Tensor | None = None,
     query_tile: Tile | None = None, key_tile: Tile | None = None, split: int | None = None, described: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of `attend`, whose results `out_THD` and `logsum_HT` are. They are written to `grad_query_THD` and so on, if given:
-    views with any strides but the last, which is 1."""
+    """Gradients of `attend`, whose results `out_THD` and `logsum_HT` are. The last dimension of all tensors is contiguous."""
     T, heads, size = query_THD.shape
     U, kv, _ = key_UKD.shape
     width, group, sequences = next_power_of_2(size), heads // kv, len(starts_q) - 1
     dtype, device = query_THD.dtype, query_THD.device
     grad_THD, out_THD = grad_THD.contiguous(), out_THD.contiguous()
-    grad_query_THD = torch.empty(T, heads, size, dtype=dtype, device=device) if grad_query_THD is None else grad_query_THD
-    grad_key_UKD = torch.empty(U, kv, size, dtype=dtype, device=device) if grad_key_UKD is None else grad_key_UKD
-    grad_value_UKD = torch.empty(U, kv, size, dtype=dtype, device=device) if grad_value_UKD is None else grad_value_UKD
-    read, written = (query_THD, key_UKD, value_UKD), (grad_query_THD, grad_key_UKD, grad_value_UKD)
-    assert all(x.stride(2) == 1 for x in (*read, *written))
+    read = query_THD, key_UKD, value_UKD
+    assert all(x.stride(2) == 1 for x in read)
     strides = [stride for x in read for stride in x.stride()[:2]]
-    grads = [(x, *x.stride()[:2]) for x in written]
     padded = -(-(T + sequences * (PADDING + 2 * ALIGNED.value)) // ALIGNED.value) * ALIGNED.value
     rows_2HP = torch.empty(2 * heads * padded, dtype=torch.float32, device=device)
-    described = has_bulk_copies(device) and all(_is_describable(x) for x in read) if described is None else described
+    described = is_hopper(device) and all(_is_describable(x) for x in read) if described is None else described
     source = _described if described else _plain
     shape = {"HEADS": heads, "GROUP": group, "D": size, "WIDTH": width, "PADDING": PADDING, "DESCRIBED": described}
 
-    tile = query_tile or _tile_of(width, longest_q, dtype, device, of_keys=False)
+    grad_query_THD = torch.empty(T, heads, size, dtype=dtype, device=device)
+    tile = query_tile or _tile_of(QUERY_TILES, width, longest_q, dtype)
     kept, passing = tile[:2]
     tiles = -(-longest_q // kept)
     _grad_query[(heads, sequences, tiles)](
         *(source(x, kept) for x in (grad_THD, out_THD, query_THD)), *(source(x, passing) for x in (key_UKD, value_UKD)), *strides,
-        starts_q, starts_k, logsum_HT, rows_2HP, *grads[0], T, padded, scale, tiles,
+        starts_q, starts_k, logsum_HT, rows_2HP, grad_query_THD, T, padded, scale, tiles,
         **shape, ROWS=kept, BLOCK=passing, **tile.options,
     )  # fmt: skip
 
-    tile = key_tile or _tile_of(width, longest_k, dtype, device, of_keys=True)
+    tile = key_tile or _tile_of(KEY_TILES, width, longest_k, dtype)
     kept, passing = tile[:2]
     assert passing <= PADDING
     split = split or split_for(U, kv, group, kept)
-    parts_2PUKD = torch.empty(2, split if split > 1 else 0, U, kv, size, dtype=torch.float32, device=device)
-    summed = [(parts_PUKD, kv * size, size) for parts_PUKD in parts_2PUKD] if split > 1 else grads[1:]
+    parts_2PUKD = torch.empty(2, split, U, kv, size, dtype=dtype if split == 1 else torch.float32, device=device)
     _grad_key[(kv * split, sequences, -(-longest_k // kept))](
         *(source(x, passing) for x in (grad_THD, query_THD)), *(source(x, kept) for x in (key_UKD, value_UKD)), *strides,
-        starts_q, starts_k, source(rows_2HP, passing), *summed[0], *summed[1], padded, U * kv * size, scale,
+        starts_q, starts_k, source(rows_2HP, passing), *parts_2PUKD, U, padded, scale,
         **shape, SPLIT=split, LATE=tile.late, BLOCK=kept, ROWS=passing, **tile.options,
     )  # fmt: skip
-    if split > 1:
-        _add_parts[(U, kv, 2)](
-            parts_2PUKD, *grads[1], *grads[2], U * kv * size, KV=kv, SPLIT=split, D=size, WIDTH=width, num_warps=1
-        )
+    grad_key_UKD, grad_value_UKD = parts_2PUKD[:, 0] if split == 1 else parts_2PUKD.sum(1).to(dtype)
     return grad_query_THD, grad_key_UKD, grad_value_UKD
 
 
@@ -124,21 +110,17 @@ def split_for(keys: int, kv: int, group: int, tile: int) -> int:
     return next(n for n in range(1, group + 1) if group % n == 0 and (n == group or programs * n >= FEWEST_PROGRAMS))
 
 
-def _tile_of(width: int, longest: int, dtype: torch.dtype, device: torch.device, *, of_keys: bool) -> Tile:
-    if has_bulk_copies(device):
-        tiles = KEY_TILES if of_keys else QUERY_TILES
-    else:
-        tiles = SMALL_KEY_TILES if of_keys else SMALL_QUERY_TILES
-    kept, passing, warps, stages, registers, late = tiles[min(max(width, 64), 256)]
+def _tile_of(tiles: dict[int, Tile], width: int, longest: int, dtype: torch.dtype) -> Tile:
+    kept, passing, warps, stages, late = tiles[min(max(width, 64), 256)]
     if dtype.itemsize > 2:
-        kept, passing, stages, registers = max(16, kept // 2), max(16, passing // 2), 2, None
-    return Tile(min(kept, max(16, next_power_of_2(longest))), passing, warps, stages, registers, late)
+        kept, passing, stages = kept // 2, passing // 2, 2
+    return Tile(min(kept, max(16, next_power_of_2(longest))), passing, warps, stages, late)
 
 
 @cache
-def has_bulk_copies(device: torch.device) -> bool:
-    """Hopper's, of tiles that a descriptor describes. Such a GPU also has 227 KB of shared memory for a program."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0), (10, 3))
+def is_hopper(device: torch.device) -> bool:
+    """The GPUs on which these kernels were measured, and whose copy engine they use."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _is_describable(x: Tensor) -> bool:
@@ -188,8 +170,7 @@ def _padded_begin(begin_q, sequence, PADDING: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "padded", "tiles"])  # they change from batch to batch
 def _grad_query(
     grad, out, query, key, value, query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
-    starts_q_ptr, starts_k_ptr, logsum_ptr, rows_ptr, grad_query_ptr, grad_query_stride, grad_query_head_stride,
-    T, padded, scale, tiles,
+    starts_q_ptr, starts_k_ptr, logsum_ptr, rows_ptr, grad_query_ptr, T, padded, scale, tiles,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PADDING: tl.constexpr,
     DESCRIBED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -232,8 +213,7 @@ def _grad_query(
         begin_k, seen_by_all, seen, keys, head // GROUP, position, scale * LOG2_E, D, WIDTH, DESCRIBED, BLOCK, True,
     )  # fmt: skip
     at = tl.arange(0, WIDTH)[None, :]
-    grad_query_ptr += (begin_q + first) * grad_query_stride + head.to(tl.int64) * grad_query_head_stride
-    place = grad_query_ptr + local[:, None] * grad_query_stride + at
+    place = grad_query_ptr + ((begin_q + first) * HEADS + head) * D + (local[:, None] * (HEADS * D) + at)
     tl.store(place, (total * scale).to(grad_query_ptr.dtype.element_ty), mask=there[:, None] & (at < D))
 
 
@@ -257,11 +237,10 @@ def _through_keys(
     return total
 
 
-@triton.jit(do_not_specialize=["padded", "part_stride"])
+@triton.jit(do_not_specialize=["U", "padded"])
 def _grad_key(
     grad, query, key, value, query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
-    starts_q_ptr, starts_k_ptr, rows, grad_key_ptr, grad_key_stride, grad_key_head_stride,
-    grad_value_ptr, grad_value_stride, grad_value_head_stride, padded, part_stride, scale,
+    starts_q_ptr, starts_k_ptr, rows, grad_key_ptr, grad_value_ptr, U, padded, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PADDING: tl.constexpr,
     DESCRIBED: tl.constexpr, SPLIT: tl.constexpr, LATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -301,13 +280,9 @@ def _grad_key(
     )  # fmt: skip
     at = tl.arange(0, WIDTH)[None, :]
     inside = (local < keys - start)[:, None] & (at < D)
-    part_offset, kv_head = part.to(tl.int64) * part_stride, kv_head.to(tl.int64)
-    grad_key_ptr += part_offset + row * grad_key_stride + kv_head * grad_key_head_stride
-    grad_value_ptr += part_offset + row * grad_value_stride + kv_head * grad_value_head_stride
-    key_place = grad_key_ptr + (local[:, None] * grad_key_stride + at)
-    tl.store(key_place, (total_key * scale).to(grad_key_ptr.dtype.element_ty), mask=inside)
-    value_place = grad_value_ptr + (local[:, None] * grad_value_stride + at)
-    tl.store(value_place, total_value.to(grad_value_ptr.dtype.element_ty), mask=inside)
+    place = ((part * U.to(tl.int64) + row) * (HEADS // GROUP) + kv_head) * D + (local[:, None] * (HEADS // GROUP * D) + at)
+    tl.store(grad_key_ptr + place, (total_key * scale).to(grad_key_ptr.dtype.element_ty), mask=inside)
+    tl.store(grad_value_ptr + place, total_value.to(grad_value_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -340,24 +315,3 @@ def _through_queries(
             total_value = tl.dot(p.to(grad.dtype), grad, total_value, input_precision="ieee")
         total_key = tl.dot(grad_score.to(query.dtype), query, total_key, input_precision="ieee")
     return total_key, total_value
-
-
-@triton.jit
-def _add_parts(
-    parts_ptr, grad_key_ptr, grad_key_stride, grad_key_head_stride, grad_value_ptr, grad_value_stride, grad_value_head_stride,
-    part_stride, KV: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    at = tl.arange(0, WIDTH)
-    of_value = tl.program_id(2).to(tl.int64)
-    parts_ptr += of_value * SPLIT * part_stride + (token * KV + head) * D
-    total = tl.zeros([WIDTH], tl.float32)
-    for part in tl.static_range(SPLIT):
-        total += tl.load(parts_ptr + part * part_stride + at, mask=at < D, other=0.0)
-    if of_value == 0:
-        place = grad_key_ptr + token * grad_key_stride + head * grad_key_head_stride + at
-        tl.store(place, total.to(grad_key_ptr.dtype.element_ty), mask=at < D)
-    else:
-        place = grad_value_ptr + token * grad_value_stride + head * grad_value_head_stride + at
-        tl.store(place, total.to(grad_value_ptr.dtype.element_ty), mask=at < D)

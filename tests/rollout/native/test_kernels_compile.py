@@ -18,7 +18,7 @@ import json, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from plaudit.models.kernels import attention as packed, layers as shared, merging, vocabulary
+from plaudit.models.kernels import attention as packed, attention_backward as backward, layers as shared, merging, vocabulary
 from plaudit.models.kernels.compile_options import NO_FP_FUSION
 from plaudit.rollout.native.kernels import attention, draw, layers, top_k
 
@@ -72,6 +72,20 @@ for capability in (80, 90):
         compiled(attention._combine, dtype, capability, combine, {"num_warps": 1} | NO_FP_FUSION, parts_ptr="*fp32")
         tuned = {"num_warps": packed.WARPS, "num_stages": packed.STAGES} | NO_FP_FUSION
         compiled(packed._attend, dtype, capability, shape | {"ROWS": packed.ROWS}, tuned)
+        if capability == 90 and dtype == "bf16":
+            of_shape = {"HEADS": heads, "GROUP": heads // kv, "D": size, "WIDTH": size, "PADDING": backward.PADDING}
+            for described in (True, False)[: 2 if size == 128 else 1]:
+                for kernel, tiles in ((backward._grad_query, backward.QUERY_TILES), (backward._grad_key, backward.KEY_TILES)):
+                    tile, names = tiles[size], ("query", "grad", "out", "key", "value")
+                    of_keys = kernel is backward._grad_key
+                    rows, block = (tile.passing, tile.kept) if of_keys else (tile.kept, tile.passing)
+                    types = {name: f"tensordesc<bf16[{block if name in names[3:] else rows}, {size}]>" for name in names}
+                    types |= {"rows": f"tensordesc<fp32[{rows}]>"}
+                    if not described:
+                        types = dict.fromkeys(names, "*bf16") | {"rows": "*fp32"}
+                    constants = of_shape | {"DESCRIBED": described, "ROWS": rows, "BLOCK": block}
+                    constants |= {"SPLIT": 1, "LATE": tile.late} if of_keys else {}
+                    compiled(kernel, dtype, capability, constants, tile.options, **types, rows_ptr="*fp32")
         fp32 = {"x_ptr": "*fp32", "summed_ptr": "*fp32", "grad_x_ptr": "*fp32", "grad_ptr": "*fp32", "grad_weight_ptr": "*fp32"}
         compiled(shared._add_norm, dtype, capability, {"D": 896, "BLOCK": 1024, "PARTS": 2}, NO_FP_FUSION, **fp32)
         compiled(shared._add, dtype, capability, {"BLOCK": 1024}, NO_FP_FUSION, x_ptr="*fp32", summed_ptr="*fp32")
@@ -126,6 +140,7 @@ print(json.dumps(found))
 """
 
 pytestmark = pytest.mark.slow
+HOPPER_ONLY = {"models_grad_query", "models_grad_key"}
 
 
 @pytest.fixture(scope="module")
@@ -140,13 +155,14 @@ def found(tmp_path_factory) -> list[dict]:
 def test_all_kernels_compile(found):
     assert {entry["kernel"] for entry in found} == {
         "models_attend", "models_add", "models_add_norm", "models_norm_backward", "models_swiglu", "models_swiglu_backward",
-        "models_join_parts", "models_rotate", "models_norm_heads", "models_sum_copies", "models_sum_tiles", "models_settle", "models_gradients",
-        "models_merge", "models_dequantise_merge",
+        "models_join_parts", "models_rotate", "models_norm_heads", "models_sum_copies", "models_sum_tiles", "models_settle",
+        "models_gradients", "models_merge", "models_dequantise_merge", *HOPPER_ONLY,
         "rollout_attend", "rollout_combine", "rollout_write", "rollout_read", "rollout_accept", "rollout_settle",
         "rollout_peaks", "rollout_choose", "rollout_kth",
     }  # fmt: skip
     assert all(entry["cubin"] > 1000 for entry in found)
-    assert all(entry["shared"] < 99_000 for entry in found), "or some GPUs could not run it"
+    assert all(entry["shared"] < 99_000 for entry in found if entry["kernel"] not in HOPPER_ONLY), "or some GPUs could not run it"
+    assert all(entry["shared"] < 227_000 for entry in found)
 
 
 def test_a_new_key_is_written_before_it_is_read(found):
