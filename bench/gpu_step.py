@@ -14,8 +14,8 @@ Random weights of Qwen2.5 shapes in bf16, one update a step, the same tokens for
     sft-mixed   64 rows of 64 to 2,048 tokens (log-uniform): plaudit packs; TRL pads rows sorted by length, or lays them end to end
     dpo         32 pairs, prompts of 256 tokens and answers of 512; the reference's log-probs are computed before the first step
 
-    plaudit          as its commands train: fp32 master weights and moments, run.deterministic; 7B full: `optim.placement: offload`
-                     and checkpointing. --set changes the recipe (and makes a row of its own).
+    plaudit          as its commands train: fp32 master weights and moments, run.deterministic; 7B full: `optim.placement:
+                     offload`. --set changes the recipe (and makes a row of its own).
     trl              TRL's trainers with bf16 weights and moments (--trl-dtype float32: its default, slower), fused AdamW, Liger's
                      kernels, vLLM in the trainer's process on as much memory as it needs; the rows per pass, and whether to
                      checkpoint, by a search. --trl-set changes the trainer's arguments. These options make rows of their own.

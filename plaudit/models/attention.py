@@ -2,8 +2,9 @@
 
 Any model that uses transformers' attention interface (Llama, Qwen, Mistral and similar) runs on packed batches with it, unchanged:
 sequence starts are passed through the model's keyword arguments. On a GPU in half precision, all sequences run in one kernel, which
-sums in the sampler's order; its backward pass is ours on Hopper GPUs and torch's flash attention elsewhere. With a sliding window, or
-unusual head sizes, they run in torch's variable-length flash attention. Otherwise each sequence runs through `scaled_dot_product_attention`.
+sums in the sampler's order; its backward pass is ours on Hopper GPUs, elsewhere torch's flash attention. With a sliding window or
+unusual head sizes, they run in torch's variable-length flash attention. Otherwise each sequence runs by itself through
+`scaled_dot_product_attention`.
 Unsupported features (soft caps, attention sinks) are refused, never computed wrong.
 """
 

@@ -102,65 +102,77 @@ def check(found: tuple[Tensor, ...], expected: list[Tensor], dtype: torch.dtype)
         assert difference.abs().max() <= 8 * ROUNDING[dtype] * theirs.abs().max() + 8 * least
 
 
-CASES = [(shape, dtype, described) for shape in SHAPES for dtype in DTYPES for described in (False, True)]
+CASES = [(shape, dtype, use_tma) for shape in SHAPES for dtype in DTYPES for use_tma in (False, True)]
 
 
 @pytest.mark.grid(6)
-@pytest.mark.parametrize(("shape", "dtype", "described"), CASES, ids=str)
-def test_gradients(shape, dtype, described):
+@pytest.mark.parametrize(("shape", "dtype", "use_tma"), CASES, ids=str)
+def test_gradients(shape, dtype, use_tma):
     group, size, kv = shape
-    pick = random.Random(CASES.index((shape, dtype, described)))
-    described &= size in (16, 64, 128)
-    if described and ON_GPU and not kernels.is_hopper(DEVICE):
+    pick = random.Random(CASES.index((shape, dtype, use_tma)))
+    use_tma &= size in (16, 64, 128)
+    if use_tma and ON_GPU and not kernels.is_hopper(DEVICE):
         pytest.skip("needs a Hopper GPU")
     times, many = (5, 3) if ON_GPU else (1, 1 if group > 2 else 2)  # the interpreter is slow
     keys = [times * pick.choice(LENGTHS) for _ in range(pick.randint(1, many))]
     queries = [pick.randint(1, n) if pick.random() < 0.6 else n for n in keys]
-    batch = packed(queries, keys, group, size, kv, dtype, pick.randint(0, 99), tight=described)
+    batch = packed(queries, keys, group, size, kv, dtype, pick.randint(0, 99), tight=use_tma)
     sides = [16, 32, 64] if size < 64 else [32, 64]
-    tiles = [kernels.Tile(pick.choice(sides), pick.choice(sides), 4, 2) for _ in range(2)]
-    options = {} if ON_GPU and pick.random() < 0.5 else {"query_tile": tiles[0], "key_tile": tiles[1]}
+    tilings = [kernels.Tiling(pick.choice(sides), pick.choice(sides), 4, 2) for _ in range(2)]
+    options = {} if ON_GPU and pick.random() < 0.5 else {"query_tiling": tilings[0], "key_tiling": tilings[1]}
     split = pick.choice([1, group])
     expected = reference(batch)
-    found = batch.gradients(described=described, split=split, **options)
+    found = batch.gradients(use_tma=use_tma, split=split, **options)
     check(found, expected, dtype)
 
 
-@pytest.mark.parametrize("described", [False, True])
+@pytest.mark.parametrize("use_tma", [False, True])
 @pytest.mark.parametrize("tiles", [(64, 16), (16, 64)], ids=str)
-def test_sequences_without_queries(described, tiles):
+def test_sequences_without_queries(use_tma, tiles):
     """Their keys have gradient 0."""
-    if described and ON_GPU and not kernels.is_hopper(DEVICE):
+    if use_tma and ON_GPU and not kernels.is_hopper(DEVICE):
         pytest.skip("needs a Hopper GPU")
     dtype = torch.float32 if tiles[0] == 64 else torch.float16
     batch = packed([0, 5, 0, 33], [4, 40, 20, 33], 2, 32, 2, dtype, 1)
-    tile = kernels.Tile(*tiles, 4, 2)
-    _, key, value = found = batch.gradients(described=described, query_tile=tile, key_tile=tile)
+    tile = kernels.Tiling(*tiles, 4, 2)
+    _, key, value = found = batch.gradients(use_tma=use_tma, query_tiling=tile, key_tiling=tile)
     check(found, reference(batch), dtype)
     assert not key[:4].any()
     assert not value[44:64].any()
 
 
 @pytest.mark.parametrize("size", [64, 128, 256, 96])
-def test_tiles_of_each_head_size(size):
-    """The tiles that training uses."""
+def test_tilings_of_each_head_size(size):
+    """Those that training uses, on Hopper GPUs alone: others may not have the memory for them."""
+    if ON_GPU and not kernels.is_hopper(DEVICE):
+        pytest.skip("needs a Hopper GPU")
     dtype = torch.bfloat16 if ON_GPU else torch.float16
     lengths = [700, 513, 64, 1] if ON_GPU else [70, 1]
     batch = packed([max(1, n - 40) for n in lengths], lengths, 2, size, 1, dtype, size)
     check(batch.gradients(), reference(batch), dtype)
 
 
-@pytest.mark.parametrize("described", [False, True])
-def test_the_same_bits_every_time(described):
-    if described and ON_GPU and not kernels.is_hopper(DEVICE):
+@pytest.mark.parametrize("use_tma", [False, True])
+def test_the_same_bits_every_time(use_tma):
+    if use_tma and ON_GPU and not kernels.is_hopper(DEVICE):
         pytest.skip("needs a Hopper GPU")
     dtype = torch.bfloat16 if ON_GPU else torch.float16
     lengths = [900, 700, 64] if ON_GPU else [40, 3]
     batch = packed(lengths, lengths, 2, 64, 2, dtype, 3)
-    found = batch.gradients(described=described)
+    found = batch.gradients(use_tma=use_tma)
     for _ in range(5 if ON_GPU else 1):
-        again = batch.gradients(described=described)
+        again = batch.gradients(use_tma=use_tma)
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+def test_a_gradient_that_tma_cannot_read():
+    """Contiguous, but not where an address may begin."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    batch = packed([5, 40], [5, 40], 2, 64, 1, dtype, 4)
+    at = torch.empty(batch.grad.numel() + 4, dtype=dtype, device=DEVICE)[4:].view(batch.grad.shape)
+    at.copy_(batch.grad)
+    assert not kernels._fits_tma(at)
+    check(batch._replace(grad=at).gradients(), reference(batch), dtype)
 
 
 def test_heads_are_split_if_sequences_are_few():
@@ -173,10 +185,10 @@ def test_heads_are_split_if_sequences_are_few():
 
 def test_descriptors_describe_views_of_whole_heads_only():
     x = torch.zeros(4, 6, 64, dtype=torch.float16)
-    assert kernels._is_describable(x)
-    assert kernels._is_describable(x[:, 2:4])
-    assert not kernels._is_describable(x[:, ::2])
-    assert not kernels._is_describable(x[..., :32])
-    assert not kernels._is_describable(x[..., :40])
-    assert not kernels._is_describable(x[:0])
-    assert not kernels._is_describable(torch.zeros(4 * 6 * 64 + 4, dtype=torch.float16)[4:].view(4, 6, 64))
+    assert kernels._fits_tma(x)
+    assert kernels._fits_tma(x[:, 2:4])
+    assert not kernels._fits_tma(x[:, ::2])
+    assert not kernels._fits_tma(x[..., :32])
+    assert not kernels._fits_tma(x[..., :40])
+    assert not kernels._fits_tma(x[:0])
+    assert not kernels._fits_tma(torch.zeros(4 * 6 * 64 + 4, dtype=torch.float16)[4:].view(4, 6, 64))

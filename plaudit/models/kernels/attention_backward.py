@@ -1,5 +1,5 @@
-"""Gradients of causal attention within packed sequences. Every number is summed by one program in one order, so the same inputs
-give the same bits.
+"""Gradients of causal attention within packed sequences. Every number is summed in a fixed order, so the same inputs give the same
+bits: the same whole batch, since keys' gradients may be summed in parts, and their number depends on how many keys there are.
 
 With scores s = scale · q·k, o = Σ p v and the logsum of the forward pass, for a query i and each key j that it sees:
 
@@ -16,7 +16,7 @@ Two kernels compute s and p again, each for the sums it keeps in registers:
 
 Only tiles that the diagonal crosses are masked. Queries beyond a sequence's end need no mask: they have logsum ∞ and so p = 0.
 
-On Hopper GPUs, descriptors of the tensors let the copy engine load tiles. This saves the registers and the instructions for
+On Hopper GPUs the copy engine (TMA) loads tiles, from descriptors of the tensors. This saves the registers and the instructions for
 addresses and masks: the loads of logsum and delta alone, which every warp needs for all of its columns, took as many as 4 products.
 """
 
@@ -39,14 +39,14 @@ PADDING = 128  # numbers after those of each sequence's queries, which its last 
 ALIGNED = tl.constexpr(4)  # numbers: descriptors copy from multiples of 16 bytes
 
 
-class Tile(NamedTuple):
-    """What a program keeps, what passes by it at a time, and how it runs."""
+class Tiling(NamedTuple):
+    """How many rows a program keeps, how many it streams past them at a time, and how it runs."""
 
     kept: int
-    passing: int
+    streamed: int
     warps: int
     stages: int
-    late: bool = False
+    value_last: bool = False
     """Of a tile of keys: the gradient of the values is summed last."""
 
     @property
@@ -55,15 +55,15 @@ class Tile(NamedTuple):
 
 
 # By width of a head; for 64 and 128 the fastest on an H200 of those that `bench/gpu_attention.py --tiles` tries.
-QUERY_TILES = {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)}
-KEY_TILES = {64: Tile(64, 64, 4, 3, late=True), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 8, 2)}
+QUERY_TILINGS = {64: Tiling(64, 64, 4, 2), 128: Tiling(64, 64, 4, 2), 256: Tiling(64, 32, 8, 2)}
+KEY_TILINGS = {64: Tiling(64, 64, 4, 3, value_last=True), 128: Tiling(64, 64, 4, 2), 256: Tiling(64, 32, 8, 2)}
 FEWEST_PROGRAMS = 240  # of `_grad_key`, which differ in length: about two for each multiprocessor of a large GPU
 
 
 def attend_backward(
     grad_THD: Tensor, query_THD: Tensor, key_UKD: Tensor, value_UKD: Tensor, out_THD: Tensor, logsum_HT: Tensor,
     starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int, scale: float,
-    query_tile: Tile | None = None, key_tile: Tile | None = None, split: int | None = None, described: bool | None = None,
+    query_tiling: Tiling | None = None, key_tiling: Tiling | None = None, split: int | None = None, use_tma: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `attend`, whose results `out_THD` and `logsum_HT` are. The last dimension of all tensors is contiguous."""
     T, heads, size = query_THD.shape
@@ -76,29 +76,30 @@ def attend_backward(
     strides = [stride for x in read for stride in x.stride()[:2]]
     padded = -(-(T + sequences * (PADDING + 2 * ALIGNED.value)) // ALIGNED.value) * ALIGNED.value
     rows_2HP = torch.empty(2 * heads * padded, dtype=torch.float32, device=device)
-    described = is_hopper(device) and all(_is_describable(x) for x in read) if described is None else described
-    source = _described if described else _plain
-    shape = {"HEADS": heads, "GROUP": group, "D": size, "WIDTH": width, "PADDING": PADDING, "DESCRIBED": described}
+    if use_tma is None:
+        use_tma = is_hopper(device) and all(_fits_tma(x) for x in (grad_THD, out_THD, *read))
+    source = _descriptor if use_tma else _plain
+    shape = {"HEADS": heads, "GROUP": group, "D": size, "WIDTH": width, "PADDING": PADDING, "TMA": use_tma}
 
     grad_query_THD = torch.empty(T, heads, size, dtype=dtype, device=device)
-    tile = query_tile or _tile_of(QUERY_TILES, width, longest_q, dtype)
-    kept, passing = tile[:2]
+    tiling = query_tiling or _tiling_of(QUERY_TILINGS, width, longest_q, dtype)
+    kept, streamed = tiling[:2]
     tiles = -(-longest_q // kept)
     _grad_query[(heads, sequences, tiles)](
-        *(source(x, kept) for x in (grad_THD, out_THD, query_THD)), *(source(x, passing) for x in (key_UKD, value_UKD)), *strides,
+        *(source(x, kept) for x in (grad_THD, out_THD, query_THD)), *(source(x, streamed) for x in (key_UKD, value_UKD)), *strides,
         starts_q, starts_k, logsum_HT, rows_2HP, grad_query_THD, T, padded, scale, tiles,
-        **shape, ROWS=kept, BLOCK=passing, **tile.options,
+        **shape, ROWS=kept, BLOCK=streamed, **tiling.options,
     )  # fmt: skip
 
-    tile = key_tile or _tile_of(KEY_TILES, width, longest_k, dtype)
-    kept, passing = tile[:2]
-    assert passing <= PADDING
+    tiling = key_tiling or _tiling_of(KEY_TILINGS, width, longest_k, dtype)
+    kept, streamed = tiling[:2]
+    assert streamed <= PADDING
     split = split or split_for(U, kv, group, kept)
     parts_2PUKD = torch.empty(2, split, U, kv, size, dtype=dtype if split == 1 else torch.float32, device=device)
     _grad_key[(kv * split, sequences, -(-longest_k // kept))](
-        *(source(x, passing) for x in (grad_THD, query_THD)), *(source(x, kept) for x in (key_UKD, value_UKD)), *strides,
-        starts_q, starts_k, source(rows_2HP, passing), *parts_2PUKD, U, padded, scale,
-        **shape, SPLIT=split, LATE=tile.late, BLOCK=kept, ROWS=passing, **tile.options,
+        *(source(x, streamed) for x in (grad_THD, query_THD)), *(source(x, kept) for x in (key_UKD, value_UKD)), *strides,
+        starts_q, starts_k, source(rows_2HP, streamed), *parts_2PUKD, U, padded, scale,
+        **shape, SPLIT=split, VALUE_LAST=tiling.value_last, BLOCK=kept, ROWS=streamed, **tiling.options,
     )  # fmt: skip
     grad_key_UKD, grad_value_UKD = parts_2PUKD[:, 0] if split == 1 else parts_2PUKD.sum(1).to(dtype)
     return grad_query_THD, grad_key_UKD, grad_value_UKD
@@ -110,26 +111,26 @@ def split_for(keys: int, kv: int, group: int, tile: int) -> int:
     return next(n for n in range(1, group + 1) if group % n == 0 and (n == group or programs * n >= FEWEST_PROGRAMS))
 
 
-def _tile_of(tiles: dict[int, Tile], width: int, longest: int, dtype: torch.dtype) -> Tile:
-    kept, passing, warps, stages, late = tiles[min(max(width, 64), 256)]
+def _tiling_of(tiles: dict[int, Tiling], width: int, longest: int, dtype: torch.dtype) -> Tiling:
+    kept, streamed, warps, stages, value_last = tiles[min(max(width, 64), 256)]
     if dtype.itemsize > 2:
-        kept, passing, stages = kept // 2, passing // 2, 2
-    return Tile(min(kept, max(16, next_power_of_2(longest))), passing, warps, stages, late)
+        kept, streamed, stages = kept // 2, streamed // 2, 2
+    return Tiling(min(kept, max(16, next_power_of_2(longest))), streamed, warps, stages, value_last)
 
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """The GPUs on which these kernels were measured, and whose copy engine they use."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    """NVIDIA's Hopper GPUs: these kernels were measured on one of them (H200), and use their copy engine."""
+    return torch.version.hip is None and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _is_describable(x: Tensor) -> bool:
+def _fits_tma(x: Tensor) -> bool:
     tokens, heads, size = x.shape
     aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
     return aligned and tokens > 0 and size == next_power_of_2(size) and (heads == 1 or x.stride(1) == size)
 
 
-def _described(x: Tensor, rows: int) -> TensorDescriptor:
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     if x.dim() == 1:
         return TensorDescriptor(x, list(x.shape), [1], [rows])
     tokens, heads, size = x.shape
@@ -141,12 +142,13 @@ def _plain(x: Tensor, rows: int) -> Tensor:
 
 
 @triton.jit
-def _tile(
+def _load_tile(
     source, row, head, end, stride, head_stride,
-    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, WIDTH] of a head. From row `end` on zeros; or the rows of the next sequence, if copied by a descriptor."""
-    if DESCRIBED:
+    """[ROWS, WIDTH] of a head. From row `end` on zeros; with TMA the rows of the next sequence, which no sum counts: they are
+    multiplied by p = 0, and so must be finite."""
+    if TMA:
         tile = source.load([row.to(tl.int32), (head * D).to(tl.int32)])
     else:
         local = tl.arange(0, ROWS)
@@ -158,8 +160,8 @@ def _tile(
 
 
 @triton.jit
-def _row_numbers(source, place, ROWS: tl.constexpr, DESCRIBED: tl.constexpr):
-    return source.load([place.to(tl.int32)]) if DESCRIBED else tl.load(source + place + tl.arange(0, ROWS))
+def _row_numbers(source, place, ROWS: tl.constexpr, TMA: tl.constexpr):
+    return source.load([place.to(tl.int32)]) if TMA else tl.load(source + place + tl.arange(0, ROWS))
 
 
 @triton.jit
@@ -172,7 +174,7 @@ def _grad_query(
     grad, out, query, key, value, query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
     starts_q_ptr, starts_k_ptr, logsum_ptr, rows_ptr, grad_query_ptr, T, padded, scale, tiles,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PADDING: tl.constexpr,
-    DESCRIBED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    TMA: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program: a tile of queries of one head of one sequence."""
     head = tl.program_id(0)
@@ -187,9 +189,9 @@ def _grad_query(
     local = tl.arange(0, ROWS)
     there = local < queries - first
     end_q = begin_q + queries
-    query_tile = _tile(query, begin_q + first, head, end_q, query_stride, query_head_stride, ROWS, D, WIDTH, DESCRIBED)
-    grad_tile = _tile(grad, begin_q + first, head, end_q, HEADS * D, D, ROWS, D, WIDTH, DESCRIBED)
-    out_tile = _tile(out, begin_q + first, head, end_q, HEADS * D, D, ROWS, D, WIDTH, DESCRIBED)
+    query_tile = _load_tile(query, begin_q + first, head, end_q, query_stride, query_head_stride, ROWS, D, WIDTH, TMA)
+    grad_tile = _load_tile(grad, begin_q + first, head, end_q, HEADS * D, D, ROWS, D, WIDTH, TMA)
+    out_tile = _load_tile(out, begin_q + first, head, end_q, HEADS * D, D, ROWS, D, WIDTH, TMA)
     delta = tl.sum(out_tile.to(tl.float32) * grad_tile.to(tl.float32), 1)
     logsum = tl.load(logsum_ptr + head.to(tl.int64) * T + begin_q + first + local, mask=there, other=float("inf")) * LOG2_E
     rows_ptr += head.to(tl.int64) * padded + _padded_begin(begin_q, sequence, PADDING)
@@ -206,11 +208,11 @@ def _grad_query(
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     total = _through_keys(
         total, query_tile, grad_tile, logsum, delta, key, key_stride, key_head_stride, value, value_stride, value_head_stride,
-        begin_k, 0, seen_by_all, keys, head // GROUP, position, scale * LOG2_E, D, WIDTH, DESCRIBED, BLOCK, False,
+        begin_k, 0, seen_by_all, keys, head // GROUP, position, scale * LOG2_E, D, WIDTH, TMA, BLOCK, False,
     )  # fmt: skip
     total = _through_keys(
         total, query_tile, grad_tile, logsum, delta, key, key_stride, key_head_stride, value, value_stride, value_head_stride,
-        begin_k, seen_by_all, seen, keys, head // GROUP, position, scale * LOG2_E, D, WIDTH, DESCRIBED, BLOCK, True,
+        begin_k, seen_by_all, seen, keys, head // GROUP, position, scale * LOG2_E, D, WIDTH, TMA, BLOCK, True,
     )  # fmt: skip
     at = tl.arange(0, WIDTH)[None, :]
     place = grad_query_ptr + ((begin_q + first) * HEADS + head) * D + (local[:, None] * (HEADS * D) + at)
@@ -221,12 +223,12 @@ def _grad_query(
 def _through_keys(
     total, query, grad, logsum, delta, key_source, key_stride, key_head_stride, value_source, value_stride, value_head_stride,
     begin_k, begin, end, keys, head, position, scale,
-    D: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     for start in tl.range(begin, end, BLOCK):
         row, end_k = begin_k + start, begin_k + keys
-        key = _tile(key_source, row, head, end_k, key_stride, key_head_stride, BLOCK, D, WIDTH, DESCRIBED)
-        value = _tile(value_source, row, head, end_k, value_stride, value_head_stride, BLOCK, D, WIDTH, DESCRIBED)
+        key = _load_tile(key_source, row, head, end_k, key_stride, key_head_stride, BLOCK, D, WIDTH, TMA)
+        value = _load_tile(value_source, row, head, end_k, value_stride, value_head_stride, BLOCK, D, WIDTH, TMA)
         score = tl.dot(query, tl.trans(key), input_precision="ieee")
         grad_p = tl.dot(grad, tl.trans(value), input_precision="ieee")
         p = tl.exp2(score * scale - logsum[:, None])
@@ -242,7 +244,7 @@ def _grad_key(
     grad, query, key, value, query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
     starts_q_ptr, starts_k_ptr, rows, grad_key_ptr, grad_value_ptr, U, padded, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PADDING: tl.constexpr,
-    DESCRIBED: tl.constexpr, SPLIT: tl.constexpr, LATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    TMA: tl.constexpr, SPLIT: tl.constexpr, VALUE_LAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program: a tile of keys of one sequence, and the heads that share them, or a part of those."""
     EACH: tl.constexpr = GROUP // SPLIT
@@ -257,8 +259,8 @@ def _grad_key(
     if start >= keys:
         return
     row, end_k = begin_k + start, begin_k + keys
-    key_tile = _tile(key, row, kv_head, end_k, key_stride, key_head_stride, BLOCK, D, WIDTH, DESCRIBED)
-    value_tile = _tile(value, row, kv_head, end_k, value_stride, value_head_stride, BLOCK, D, WIDTH, DESCRIBED)
+    key_tile = _load_tile(key, row, kv_head, end_k, key_stride, key_head_stride, BLOCK, D, WIDTH, TMA)
+    value_tile = _load_tile(value, row, kv_head, end_k, value_stride, value_head_stride, BLOCK, D, WIDTH, TMA)
     local = tl.arange(0, BLOCK)
     seen_from = start + local - (keys - queries)
     first = tl.maximum(0, start - (keys - queries)) // ALIGNED * ALIGNED
@@ -272,11 +274,11 @@ def _grad_key(
     begin_p = _padded_begin(begin_q, sequence, PADDING)
     total_key, total_value = _through_queries(
         total_key, total_value, key_tile, value_tile, query, query_stride, query_head_stride, grad, rows, padded, begin_q, begin_p,
-        first, partly, queries, head, seen_from, scale * LOG2_E, HEADS, EACH, D, WIDTH, DESCRIBED, ROWS, LATE, True,
+        first, partly, queries, head, seen_from, scale * LOG2_E, HEADS, EACH, D, WIDTH, TMA, ROWS, VALUE_LAST, True,
     )  # fmt: skip
     total_key, total_value = _through_queries(
         total_key, total_value, key_tile, value_tile, query, query_stride, query_head_stride, grad, rows, padded, begin_q, begin_p,
-        rest, fully, queries, head, seen_from, scale * LOG2_E, HEADS, EACH, D, WIDTH, DESCRIBED, ROWS, LATE, False,
+        rest, fully, queries, head, seen_from, scale * LOG2_E, HEADS, EACH, D, WIDTH, TMA, ROWS, VALUE_LAST, False,
     )  # fmt: skip
     at = tl.arange(0, WIDTH)[None, :]
     inside = (local < keys - start)[:, None] & (at < D)
@@ -289,29 +291,29 @@ def _grad_key(
 def _through_queries(
     total_key, total_value, key, value, query_source, query_stride, query_head_stride, grad_source, rows, padded, begin_q, begin_p,
     first, tiles, queries, first_head, seen_from, scale,
-    HEADS: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr,
-    ROWS: tl.constexpr, LATE: tl.constexpr, MASKED: tl.constexpr,
+    HEADS: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
+    ROWS: tl.constexpr, VALUE_LAST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One loop over tiles and heads, so that the loads of the next head begin during the work on this one."""
     for i in tl.range(0, tiles * EACH):
         start, head = first + i // EACH * ROWS, first_head + i % EACH
         row, end_q = begin_q + start, begin_q + queries
-        query = _tile(query_source, row, head, end_q, query_stride, query_head_stride, ROWS, D, WIDTH, DESCRIBED)
-        grad = _tile(grad_source, row, head, end_q, HEADS * D, D, ROWS, D, WIDTH, DESCRIBED)
+        query = _load_tile(query_source, row, head, end_q, query_stride, query_head_stride, ROWS, D, WIDTH, TMA)
+        grad = _load_tile(grad_source, row, head, end_q, HEADS * D, D, ROWS, D, WIDTH, TMA)
         row_place = head.to(tl.int64) * padded + begin_p + start
         score = tl.dot(key, tl.trans(query), input_precision="ieee")
-        logsum = _row_numbers(rows, row_place, ROWS, DESCRIBED)
+        logsum = _row_numbers(rows, row_place, ROWS, TMA)
         p = tl.exp2(score * scale - logsum[None, :])
         if MASKED:
             p = tl.where(seen_from[:, None] <= (start + tl.arange(0, ROWS))[None, :], p, 0.0)
         # The tensor cores' operands in registers (p and grad_score) may not be computed during other products: the compiler would
         # then wait for every instruction of a product. So there are two ways to order them.
-        if not LATE:
+        if not VALUE_LAST:
             total_value = tl.dot(p.to(grad.dtype), grad, total_value, input_precision="ieee")
         grad_p = tl.dot(value, tl.trans(grad), input_precision="ieee")
-        delta = _row_numbers(rows, row_place + HEADS * padded.to(tl.int64), ROWS, DESCRIBED)
+        delta = _row_numbers(rows, row_place + HEADS * padded.to(tl.int64), ROWS, TMA)
         grad_score = p * (grad_p - delta[None, :])
-        if LATE:
+        if VALUE_LAST:
             total_value = tl.dot(p.to(grad.dtype), grad, total_value, input_precision="ieee")
         total_key = tl.dot(grad_score.to(query.dtype), query, total_key, input_precision="ieee")
     return total_key, total_value

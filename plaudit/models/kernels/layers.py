@@ -53,7 +53,9 @@ def _add_norm(
 
 
 def add(x_TD: Tensor, delta_TD: Tensor) -> Tensor:
-    """x + delta of another dtype, in that of x; torch's own addition takes twice as long for two dtypes."""
+    """x + delta of another dtype, in that of x, both contiguous; torch's own addition takes twice as long for two dtypes."""
+    assert x_TD.is_contiguous()
+    assert delta_TD.is_contiguous()
     summed_TD, numbers, block = torch.empty_like(x_TD), x_TD.numel(), 1024
     _add[(-(-numbers // block),)](x_TD, delta_TD, summed_TD, numbers, BLOCK=block, num_warps=4, **NO_FP_FUSION)
     return summed_TD

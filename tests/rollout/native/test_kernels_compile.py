@@ -74,18 +74,19 @@ for capability in (80, 90):
         compiled(packed._attend, dtype, capability, shape | {"ROWS": packed.ROWS}, tuned)
         if capability == 90 and dtype == "bf16":
             of_shape = {"HEADS": heads, "GROUP": heads // kv, "D": size, "WIDTH": size, "PADDING": backward.PADDING}
-            for described in (True, False)[: 2 if size == 128 else 1]:
-                for kernel, tiles in ((backward._grad_query, backward.QUERY_TILES), (backward._grad_key, backward.KEY_TILES)):
-                    tile, names = tiles[size], ("query", "grad", "out", "key", "value")
+            for use_tma in (True, False)[: 2 if size == 128 else 1]:
+                tilings = (backward._grad_query, backward.QUERY_TILINGS), (backward._grad_key, backward.KEY_TILINGS)
+                for kernel, by_size in tilings:
+                    tiling, names = by_size[size], ("query", "grad", "out", "key", "value")
                     of_keys = kernel is backward._grad_key
-                    rows, block = (tile.passing, tile.kept) if of_keys else (tile.kept, tile.passing)
+                    rows, block = (tiling.streamed, tiling.kept) if of_keys else (tiling.kept, tiling.streamed)
                     types = {name: f"tensordesc<bf16[{block if name in names[3:] else rows}, {size}]>" for name in names}
                     types |= {"rows": f"tensordesc<fp32[{rows}]>"}
-                    if not described:
+                    if not use_tma:
                         types = dict.fromkeys(names, "*bf16") | {"rows": "*fp32"}
-                    constants = of_shape | {"DESCRIBED": described, "ROWS": rows, "BLOCK": block}
-                    constants |= {"SPLIT": 1, "LATE": tile.late} if of_keys else {}
-                    compiled(kernel, dtype, capability, constants, tile.options, **types, rows_ptr="*fp32")
+                    constants = of_shape | {"TMA": use_tma, "ROWS": rows, "BLOCK": block}
+                    constants |= {"SPLIT": 1, "VALUE_LAST": tiling.value_last} if of_keys else {}
+                    compiled(kernel, dtype, capability, constants, tiling.options, **types, rows_ptr="*fp32")
         fp32 = {"x_ptr": "*fp32", "summed_ptr": "*fp32", "grad_x_ptr": "*fp32", "grad_ptr": "*fp32", "grad_weight_ptr": "*fp32"}
         compiled(shared._add_norm, dtype, capability, {"D": 896, "BLOCK": 1024, "PARTS": 2}, NO_FP_FUSION, **fp32)
         compiled(shared._add, dtype, capability, {"BLOCK": 1024}, NO_FP_FUSION, x_ptr="*fp32", summed_ptr="*fp32")
