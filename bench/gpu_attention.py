@@ -13,7 +13,7 @@ Heads of Qwen2.5's models in bf16, packed as training packs them:
 Milliseconds are medians of `triton.testing.do_bench`. TFLOP/s: five products of 2 · size · (queries × keys seen) each. Flash
 attention is `torch.ops.aten._flash_attention_backward`, with `torch.use_deterministic_algorithms` as in training, and without.
 Errors are relative to autograd in fp32, of the first two sequences: in `rl` and `long`, the one with the prompt's queries and one
-without. `same bits`: of which gradients a second call gave the same.
+without. The letters q, k, v: of which gradients a second call gave the same bits; then, whether all numbers are finite.
 """
 
 import argparse
@@ -161,10 +161,12 @@ def measure(report: Callable[..., None]) -> None:
         for system, (compute, deterministic) in systems.items():
             torch.use_deterministic_algorithms(deterministic)
             wrong = error(compute(), exact)
-            same = [name for name, a, b in zip("qkv", compute(), compute(), strict=True) if torch.equal(a, b)]
+            found = compute()
+            same = [name for name, a, b in zip("qkv", found, compute(), strict=True) if torch.equal(a, b)]
+            finite = all(bool(gradient.isfinite().all()) for gradient in found)
             ms = milliseconds(compute)
             tflops = batch.flops / ms / 1e9
-            report(model=model, kind=kind, system=system, ms=ms, tflops=tflops, error=wrong, same_bits="".join(same))
+            report(model=model, kind=kind, system=system, ms=ms, tflops=tflops, error=wrong, same="".join(same), finite=finite)
         forward = milliseconds(
             lambda batch=batch: attention.attend(batch.query, batch.key, batch.value, *batch.starts, batch.longest[0], batch.scale)
         )
