@@ -7,7 +7,7 @@
 
 Each measurement is a process of its own, its output is DIR/NAME.log, its results are in a folder of DIR for each script, so that a
 table has all of its rows. One that ended well leaves DIR/NAME.done and is not repeated by the next call, so an interrupted call
-goes on where it ended; one that failed is repeated. The exit code is 1 if any failed. Measurements of TRL and vLLM are left out
+continues where it ended; one that failed is repeated. The exit code is 1 if any failed. Measurements of TRL and vLLM are left out
 without --trl-path or --trl-python (README.md says how to make either), and `learning` without --model (`plaudit prepare smollm2`).
 """
 

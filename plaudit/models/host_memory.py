@@ -1,11 +1,32 @@
-"""Copies of tensors in host memory, from which a checkpoint is written while training changes the tensors themselves."""
+"""Memory of the host for what is not on the GPU all the time: pinned, so that the GPU copies it by itself.
 
+`HostMemory` has copies of tensors from which a checkpoint is written while training changes the tensors themselves.
+"""
+
+import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from plaudit.models.weights import allocate_host_memory
+PAGE = 4096
+
+
+def allocate_host_memory(owner: object, size: int) -> Tensor:
+    """`size` bytes of host memory, all 0; if there is a GPU, pinned for the owner's lifetime. (torch's pinned allocator rounds up
+    to powers of two, so it may take twice as much.)"""
+    if not torch.cuda.is_available():
+        return torch.zeros(size, dtype=torch.uint8)
+    # Whole pages, since pinning a page twice (for two owners) is an error.
+    memory = torch.empty(-(-size // PAGE) * PAGE + PAGE, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % PAGE :][: -(-max(size, 1) // PAGE) * PAGE]
+    memory.zero_()  # faults the pages in from all threads; pinning would fault them in one by one
+    cudart: Any = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    # The closure keeps the memory alive until it is unpinned.
+    weakref.finalize(owner, lambda: cudart.cudaHostUnregister(memory.data_ptr()))
+    return memory[:size]
 
 
 class HostMemory:

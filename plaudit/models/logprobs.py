@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from plaudit.models.attention import packed_states
 from plaudit.models.gradient_sums import add_product, sum_of_product
 from plaudit.models.sharded import in_forward_pass
+from plaudit.models.vocabulary import Summed
 from plaudit.types import Batch
 
 # Logits in memory at a time: few enough to suit a CPU's caches and memory, enough to keep a GPU busy.
@@ -31,21 +32,6 @@ KEEPS_LOGITS = "keeps_logits"
 
 Entropy = Literal["none", "value", "with_gradient"]
 """Not computed; computed; or computed with its gradient, which is slower."""
-
-
-TILE = 4096
-"""Tokens of the vocabulary that a GPU sums at a time. Changing it changes which tokens are drawn from larger vocabularies."""
-
-
-class Summed(NamedTuple):
-    """Of each row of logits z, at temperature τ."""
-
-    logprobs_N: Tensor
-    """Of the row's token."""
-    entropy_N: Tensor
-    greatest_N: Tensor
-    total_N: Tensor
-    """log Σ exp((z − greatest) / τ)."""
 
 
 class TokenLogprobs(NamedTuple):

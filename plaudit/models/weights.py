@@ -8,20 +8,19 @@ copied once to pinned host memory and loaded from there at bus speed; they never
 import ctypes
 import gc
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from plaudit.models.host_memory import allocate_host_memory
 from plaudit.models.quantised import free_scratch
 
 Model = TypeVar("Model", bound=nn.Module)
 ALIGNED = 512  # bytes: fast copies start at multiples of this
-PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -199,22 +198,6 @@ class OffloadedModule:
 def has_device_memory(device: torch.device) -> bool:
     """Whether the device has memory apart from the host's, so that offloading to the host frees any."""
     return device.type != "cpu"
-
-
-def allocate_host_memory(owner: object, size: int) -> Tensor:
-    """`size` bytes of host memory, all 0; if there is a GPU, pinned for the owner's lifetime. (torch's pinned allocator rounds up
-    to powers of two, so it may take twice as much.)"""
-    if not torch.cuda.is_available():
-        return torch.zeros(size, dtype=torch.uint8)
-    # Whole pages, since pinning a page twice (for two owners) is an error.
-    memory = torch.empty(-(-size // PAGE) * PAGE + PAGE, dtype=torch.uint8)
-    memory = memory[-memory.data_ptr() % PAGE :][: -(-max(size, 1) // PAGE) * PAGE]
-    memory.zero_()  # faults the pages in from all threads; pinning would fault them in one by one
-    cudart: Any = torch.cuda.cudart()
-    torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    # The closure keeps the memory alive until it is unpinned.
-    weakref.finalize(owner, lambda: cudart.cudaHostUnregister(memory.data_ptr()))
-    return memory[:size]
 
 
 def _wait() -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plaudit.models.host_memory import allocate_host_memory
 from plaudit.models.memory import CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT
-from plaudit.models.weights import allocate_host_memory
 
 Event = torch.cuda.Event | torch.Event
 ALIGNED = 64  # elements: kernels process tensors aligned to this on their fast path, as they would the full tensors

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from plaudit.models.heads import next_power_of_2
 from plaudit.models.kernels.compile_options import NO_FP_FUSION
-from plaudit.models.logprobs import TILE, Summed
+from plaudit.models.vocabulary import TILE, Summed
 
 WARPS = 8  # of every kernel that sums a tile: their number determines the order
 

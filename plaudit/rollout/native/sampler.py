@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from plaudit.models.logprobs import TILE
+from plaudit.models.vocabulary import TILE
 from plaudit.rollout.engine import Sampling
 from plaudit.rollout.native.cpu_library import library_for
 from plaudit.rollout.native.noise import gumbel
