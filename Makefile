@@ -68,21 +68,21 @@ demo: .venv/installed
 	@touch $@
 
 # What needs no torch comes first, so that testing starts at once: importing torch and transformers takes five seconds.
-# Then neighbouring files for each worker (worksteal), so that most of what the tests of a file share is made once. At
-# most 8 workers, of about a gigabyte each.
+# Then neighbouring files for each worker (worksteal), so that most of what the tests of a file share is made once. One worker
+# more than there are cores, since tests also wait: for servers, for processes. At most 8, of about a gigabyte each.
 QUICK := tests/test_rooms.py
 WORKERS ?= $(shell $(PYTHON) -c 'import os; \
-	print(max(2, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2)))')
+	print(max(2, min(8, 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2))))')
 test: .venv/dev-installed
 	$(if $(ARGS),,$(BIN)/pytest $(QUICK))
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow" $(if $(ARGS),,$(addprefix --ignore=,$(QUICK))) $(ARGS)
 
 # Lint and the installs take one core each, the longest first. The slow tests of a file (vLLM's) run one after another,
-# the files in the order of tests/conftest.py.
+# the files in the order of tests/conftest.py: three at a time, which take up to 14 GB together and a third of their time waiting.
 test-all: test
 	$(MAKE) .venv/docs-installed
 	$(MAKE) -j 2 .venv-vllm/installed lint docs .venv-trl/installed .venv-verl/installed .venv-rewardbench/installed
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 lint: .venv/dev-installed
 	$(BIN)/ruff check .
