@@ -79,10 +79,11 @@ test: .venv/dev-installed
 
 # Lint and the installs take one core each, the longest first. The slow tests of a file (vLLM's) run one after another,
 # the files in the order of tests/conftest.py: three at a time, which take up to 14 GB together and a third of their time waiting.
+SLOW_WORKERS ?= 3
 test-all: test
 	$(MAKE) .venv/docs-installed
 	$(MAKE) -j 2 .venv-vllm/installed lint docs .venv-trl/installed .venv-verl/installed .venv-rewardbench/installed
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
+	$(BIN)/pytest -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 lint: .venv/dev-installed
 	$(BIN)/ruff check .

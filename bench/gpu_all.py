@@ -1,14 +1,15 @@
-"""Every measurement on a GPU, one after another, from the shortest to those that need TRL and vLLM.
+"""The measurements of a training step, sampling and memory on a GPU, one after another; those that need TRL and vLLM last.
 
-    python bench/gpu_all.py                                        # an hour and a half on an H200
+    python bench/gpu_all.py                                        # an hour on an H200; with TRL, vLLM and a model two
     python bench/gpu_all.py --list                                 # names, minutes and commands, and what is done
     python bench/gpu_all.py --only tests,step,long --out DIR       # these, in this order
-    nohup python bench/gpu_all.py --out DIR --trl-path SITE/site-packages &      # where a shell may end first
+    nohup python bench/gpu_all.py --out DIR --trl-path PEERS/site-packages &     # where a shell may end first
 
 Each measurement is a process of its own, its output is DIR/NAME.log, its results are in a folder of DIR for each script, so that a
 table has all of its rows. One that ended well leaves DIR/NAME.done and is not repeated by the next call, so an interrupted call
-continues where it ended; one that failed is repeated. The exit code is 1 if any failed. Measurements of TRL and vLLM are left out
-without --trl-path or --trl-python (README.md says how to make either), and `learning` without --model (`plaudit prepare smollm2`).
+continues where it ended; delete the file to measure again. One that failed is repeated, and the exit code is 1 if any failed.
+Measurements of TRL and vLLM are left out without --trl-path or --trl-python (README.md says how to make either), and `learning`
+without --model (`plaudit prepare smollm2`). `memory` also fails if a plan is too far from what was used.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,13 +29,13 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 @dataclass(frozen=True)
 class Measurement:
     minutes: float
-    """On an H200, about; it is ended after three times as long."""
+    """On an H200, about, by estimate; it is ended after three times as long."""
     commands: str
     """Lines of arguments to Python. OUT: the script's folder, PEERS: where TRL and vLLM are, MODEL: a chat model's folder."""
 
 
 STEP = "bench/gpu_step.py --out OUT --systems plaudit --sections"
-TRL = "bench/gpu_step.py --out OUT PEERS --systems trl --steps 3 --warm-up 1 --within 900 --timeout 900 --sections"
+TRL = "bench/gpu_step.py --out OUT PEERS --systems trl --steps 3 --warm-up 1 --within 800 --sections"
 MEASUREMENTS = {
     # What a kernel computes comes before how fast it does.
     "tests": Measurement(3, "-m pytest -q tests/models/test_attention_backward.py tests/models/test_merging_kernels.py "
@@ -42,7 +44,7 @@ MEASUREMENTS = {
     "adapters": Measurement(1, "bench/gpu_lora.py --out OUT"),
     "draw": Measurement(1, "bench/gpu_draw.py --out OUT"),
     "step": Measurement(5, f"{STEP} grpo --lora"),
-    "sft": Measurement(2, f"{STEP} sft"),
+    "sft": Measurement(4, f"{STEP} sft,dpo"),
     "long": Measurement(4, f"{STEP} long\n{STEP} long --set train.share_prompts=false"),
     "7B": Measurement(6, f"{STEP} grpo --sizes 7B --lora --no-full --steps 3 --warm-up 1\n"
                          f"{STEP} grpo --sizes 7B --lora --no-full --steps 3 --warm-up 1 --set model.lora.base_bits=4\n"
@@ -72,10 +74,8 @@ def arguments(line: str, given: argparse.Namespace) -> list[str]:
         peers += ["--vllm-path" if engine else "--trl-path", str(given.trl_path)]
     if given.trl_python:
         peers += ["--vllm-python" if engine else "--trl-python", str(given.trl_python)]
-    words: list[str] = []
-    for word in shlex.split(line):
-        words += peers if word == "PEERS" else [{"OUT": folder, "MODEL": str(given.model)}.get(word, word)]
-    return words
+    known = {"OUT": [folder], "PEERS": peers or ["PEERS"], "MODEL": [str(given.model or "MODEL")]}
+    return [word for name in shlex.split(line) for word in known.get(name, [name])]
 
 
 def missing(measurement: Measurement, given: argparse.Namespace) -> str | None:
@@ -89,25 +89,34 @@ def missing(measurement: Measurement, given: argparse.Namespace) -> str | None:
 def run(name: str, given: argparse.Namespace) -> bool:
     """Whether all of its commands ended well."""
     ends = time.monotonic() + 180 * MEASUREMENTS[name].minutes
+    environment, good = os.environ | {"PYTHONUNBUFFERED": "1"}, True
     with (given.out / f"{name}.log").open("a") as log:
         for line in MEASUREMENTS[name].commands.splitlines():
             command = [sys.executable, *arguments(line, given)]
             print(f"\n$ {shlex.join(command)}", file=log, flush=True)
             # In a session of its own: what a benchmark started ends with it.
-            process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=log, start_new_session=True, env=environment)
             try:
                 code = process.wait(max(1.0, ends - time.monotonic()))
             except BaseException as error:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                end(process)
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
                 print(f"ended after {3 * MEASUREMENTS[name].minutes:g} minutes", file=log, flush=True)
                 return False
-            if code:
-                return False
-    (given.out / f"{name}.done").touch()
-    return True
+            good &= code == 0
+    if good:
+        (given.out / f"{name}.done").touch()
+    return good
+
+
+def end(process: subprocess.Popen) -> None:
+    """First in a way that lets a benchmark end what it started in sessions of their own."""
+    for number, seconds in ((signal.SIGTERM, 15.0), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
 
 
 def absolute(text: str) -> Path:
@@ -123,17 +132,22 @@ def main() -> None:
         return found
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=names, default=list(MEASUREMENTS), metavar="NAMES", help=", ".join(MEASUREMENTS))
+    parser.add_argument("--only", type=names, metavar="NAMES", help=", ".join(MEASUREMENTS))
     parser.add_argument("--out", type=absolute, default=REPOSITORY / "runs/gpu", help="default runs/gpu")
     parser.add_argument("--list", action="store_true", help="print them, and end")
-    parser.add_argument("--trl-python", type=Path, help="the Python that has TRL and vLLM")
+    parser.add_argument("--trl-python", type=absolute, help="the Python that has TRL and vLLM")
     parser.add_argument("--trl-path", type=absolute, help="…/site-packages: TRL's and vLLM's wheels, unpacked")
     parser.add_argument("--model", type=absolute, help="a chat model's folder, for `learning`")
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
+    for name in given.only or ():
+        if needed := missing(MEASUREMENTS[name], given):
+            parser.error(f"{name} {needed}")
+    if not given.list:
+        given.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a benchmark is ended too
 
     failed = []
-    for name in given.only:
+    for name in given.only or MEASUREMENTS:
         one = MEASUREMENTS[name]
         state = "done" if (given.out / f"{name}.done").exists() else missing(one, given)
         if given.list:

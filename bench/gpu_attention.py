@@ -139,7 +139,7 @@ def measure_tiles(report: Callable[..., None]) -> None:
             for tile in tiles:
                 try:
                     wrong = error(batch.ours(**{name: tile}), exact)
-                    if wrong > 2 * usual_error:
+                    if not wrong <= 2 * usual_error:
                         report(model=model, kind=kind, of=name, tile=tuple(tile), ms=None, error=wrong)
                         continue
                     times.append((milliseconds(partial(batch.ours, **{name: tile})), wrong, tile))

@@ -10,7 +10,8 @@
 
 Every number is written to DIR/gpu_rollout.json under its own key as soon as it is measured; measuring it again replaces only that
 number. So sections can be run one by one, a few minutes each, and an interrupted run loses only the measurement in progress. Each
-engine and model runs in a separate process, with its output in DIR/logs; a failure is reported and the others continue.
+engine and model runs in a separate process, with its output in DIR/logs; a failure is reported, the others
+continue, and the exit code is 1.
 
 vLLM is whichever `--vllm-python` imports; `--vllm-path` (for example a folder with unpacked wheels) is added to the PYTHONPATH of
 its processes only. Without vLLM its columns stay empty. Its environment (VLLM_USE_V2_MODEL_RUNNER=1, …) is passed on and recorded.
@@ -80,7 +81,7 @@ class Results:
             kind = "of --tiny" if found["tiny"] else "without --tiny"
             sys.exit(f"{self.file} holds results {kind}; choose another --out")
         self.entries: dict[str, dict] = found["entries"]
-        self.lock = threading.Lock()
+        self.lock, self.complete = threading.Lock(), True
 
     def add(self, entry: dict) -> None:
         with self.lock:
@@ -91,6 +92,7 @@ class Results:
     def failed(self, sections: list[str], engine: str, model: str, cause: str | None) -> None:
         """Remember that these could not be measured, or (no cause) that they now could."""
         with self.lock:
+            self.complete &= not cause
             for section in sections:
                 key = f"failed/{section}/{engine}/{model}"
                 self.entries.pop(key, None)
@@ -332,7 +334,7 @@ def main() -> int:
     print(tables(results.entries, work))
     if picture := draw(results.entries, work, args.out / "gpu_rollout.png"):
         print(f"\n{picture}")
-    return 0 if passed else 1
+    return 0 if passed and results.complete else 1
 
 
 def measure_all(args: argparse.Namespace, results: Results, work: Work, folder: Path) -> bool:

@@ -9,7 +9,9 @@ with the same optimiser and token budget and the kind of gradient checkpointing 
 
 import argparse
 import os
+import sys
 import time
+from pathlib import Path
 
 # Both sides see a new mix of shapes every step; without this the allocator would free and reallocate memory all the time.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # plaudit may be a checkout that nobody installed
 from plaudit.data.pack import micro_batches, pack
 from plaudit.models import attention
 from plaudit.models.fused import prepare_layers

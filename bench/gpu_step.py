@@ -29,12 +29,13 @@ Each run of plaudit is a process; TRL's runs that sample the same model share on
 do not sample. Each process has a time limit (--timeout), and nothing starts after --within seconds. Each step is appended to
 OUT/steps.jsonl when it ends, so that an interrupted run loses nothing; output is in one file of OUT/logs. After a failure the runs
 that are left get a new process, and one that ran out of memory tries again with half of the rows per pass (TRL) or checkpointing
-(plaudit).
+(plaudit). The exit code is 1 if any run was not measured.
 """
 
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -335,12 +336,17 @@ def main() -> None:
     args.results = args.out / "steps.jsonl"
     args.results.parent.mkdir(parents=True, exist_ok=True)
     args.log = args.out / "logs" / time.strftime("%Y%m%d-%H%M%S.log")
-    ends = time.monotonic() + args.within
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes are ended too
+    began, ends = time.time(), time.monotonic() + args.within
     if not (planned := processes(args)):
         parser.error("nothing to measure: --no-full needs --lora")
     for together in planned:
         measure(args, together, ends)
     print(table(args.results))
+    runs = [lines for lines in read(args.results).values() if lines[0].get("began", 0.0) >= began and has(lines, "end")]
+    measured_now = {name_of(lines[0]) for lines in runs}
+    if missing := [name for together in planned for job in together if (name := name_of(job)) not in measured_now]:
+        sys.exit(f"not measured: {', '.join(missing)}")
 
 
 def check_trl_path(parser: argparse.ArgumentParser, path: Path | None) -> None:

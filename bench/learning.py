@@ -27,6 +27,7 @@ and the range between the lowest and the highest, up to the time when the first 
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -340,6 +341,7 @@ def main() -> None:
     parser.add_argument("--draw", type=Path, metavar="FILE", help="table and picture of these results, and end")
     args = parser.parse_args()
     check_trl_path(parser, args.trl_path)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes are ended too
     ends = time.monotonic() + args.within
     if args.draw is None:
         args.out = args.out.resolve()
@@ -361,6 +363,11 @@ def main() -> None:
     runs = read(args.draw or args.results)
     print(table(runs, args.goals))
     draw(runs, (args.draw or args.results).with_suffix(".png"))
+    if args.draw is None:
+        wanted = [(system, seed) for system in systems for seed in range(args.seeds)]
+        missing = [f"{system} {seed}" for system, seed in wanted if not ended(runs.get(system, {}).get(seed, []))]
+        if missing:
+            sys.exit(f"not measured, by seed: {', '.join(missing)}")
 
 
 def rewards_in(text: str) -> list[float]:

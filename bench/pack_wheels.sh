@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Packs wheels for a GPU machine that can install nothing (Linux, x86-64, CPython 3.12), as small as they get:
+# Packs wheels, on Linux on x86-64, for a GPU machine of that kind with CPython 3.12 that can install nothing; as small as they get:
 #   bench/pack_wheels.sh bench/requirements-gpu-peers.txt OUT          # OUT/requirements-gpu-peers.tar.xz.part00, …, of 45 MB
 #   bench/pack_wheels.sh bench/requirements-gpu-plaudit.txt OUT
 # There:
 #   mkdir -p SITE/site-packages && cat requirements-gpu-peers.tar.xz.part* | tar xJf - -C SITE/site-packages
 set -euo pipefail
-[ $# = 2 ] || { sed -n '2,6s/^# //p' "$0"; exit 2; }
+[ $# = 2 ] || { sed -n '2,6s/^# //p' "$0" >&2; exit 2; }
 name=$(basename "$1" .txt) out=$2
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -3,9 +3,10 @@
     make .venv-vllm/installed       # vLLM for the CPU, in its own environment
     plaudit prepare smollm2         # the model: models/smollm2
     python bench/rollout_cpu.py     # about five minutes on two idle cores; --quick: one setting per engine
+    python bench/rollout_cpu.py --dtype float32
 
-Each engine samples 64 tokens for each of 16 chat prompts at temperature 1, with the log-prob of every sampled token, in the
-model's own dtype (bf16). The end token is ignored, so that all generate the same number of tokens. Prompts are tokenised once,
+Each engine samples 64 tokens for each of 16 chat prompts at temperature 1, with the log-prob of every sampled token, in bf16
+unless --dtype says otherwise. The end token is ignored, so that all generate the same number of tokens. Prompts are tokenised once,
 in this script; loading, tokenising and detokenising are not timed. Each run is a separate process in its own environment, pinned to
 the same cores: one warm-up run, then the timed ones.
 
@@ -75,14 +76,14 @@ SETTINGS = {"HF generate": HF, "vLLM": VLLM, "plaudit native": NATIVE}
 Rollout = tuple[list[list[int]], list[list[float]] | None]  # tokens and their log-probs, prompt by prompt
 
 
-def hf(model_folder: str, prompts: list[list[int]], new_tokens: int, settings: dict) -> Callable[[], Rollout]:
+def hf(model_folder: str, prompts: list[list[int]], new_tokens: int, settings: dict, dtype: str) -> Callable[[], Rollout]:
     """One batch, padded on the left. Log-probs from the raw logits, which `generate` keeps."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with_logprobs = settings.get("mode") != "no log-probs"
     model = AutoModelForCausalLM.from_pretrained(
-        model_folder, dtype="auto", attn_implementation=settings["attn_implementation"]
+        model_folder, dtype=dtype, attn_implementation=settings["attn_implementation"]
     ).eval()
     width = max(map(len, prompts))
     ids_BT = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -116,13 +117,13 @@ def hf(model_folder: str, prompts: list[list[int]], new_tokens: int, settings: d
     return roll
 
 
-def vllm(model_folder: str, prompts: list[list[int]], new_tokens: int, settings: dict) -> Callable[[], Rollout]:
+def vllm(model_folder: str, prompts: list[list[int]], new_tokens: int, settings: dict, dtype: str) -> Callable[[], Rollout]:
     """In process, token ids in and out. `logprobs=0`: those of the sampled tokens and no others."""
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     with_logprobs = settings.get("mode") != "no log-probs"
     arguments = {name: value for name, value in settings.items() if name not in ("environment", "mode")}
-    llm = LLM(model_folder, skip_tokenizer_init=True, dtype="auto", generation_config="vllm", disable_log_stats=True, **arguments)
+    llm = LLM(model_folder, skip_tokenizer_init=True, dtype=dtype, generation_config="vllm", disable_log_stats=True, **arguments)
     sampling = SamplingParams(
         temperature=1.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0 if with_logprobs else None, detokenize=False
     )
@@ -139,7 +140,7 @@ def vllm(model_folder: str, prompts: list[list[int]], new_tokens: int, settings:
     return roll
 
 
-def native(model_folder: str, prompts: list[list[int]], new_tokens: int, settings: dict) -> Callable[[], Rollout]:
+def native(model_folder: str, prompts: list[list[int]], new_tokens: int, settings: dict, dtype: str) -> Callable[[], Rollout]:
     """plaudit's own engine."""
     import numpy as np
     import torch
@@ -150,7 +151,7 @@ def native(model_folder: str, prompts: list[list[int]], new_tokens: int, setting
     from plaudit.rollout.engine import Request, Sampling
     from plaudit.rollout.native.engine import NativeEngine
 
-    recipe = ModelSettings(path=model_folder, dtype="bfloat16")
+    recipe = ModelSettings.model_validate({"path": model_folder, "dtype": dtype})
     engine = NativeEngine(load_model(recipe, torch.device("cpu")), load_model_template(recipe).tokenizer)
     engine.end_tokens = frozenset()
     requests = [Request(str(i), np.array(tokens)) for i, tokens in enumerate(prompts)]
@@ -178,7 +179,7 @@ def measure(job: dict) -> dict:
     torch.manual_seed(0)
     started = time.perf_counter()
     try:
-        roll = ENGINES[job["engine"]](job["model"], job["prompts"], NEW_TOKENS, job["settings"])
+        roll = ENGINES[job["engine"]](job["model"], job["prompts"], NEW_TOKENS, job["settings"], job["dtype"])
     except NotImplementedError:
         return {"missing": "not built"}
     except ModuleNotFoundError as error:
@@ -287,6 +288,7 @@ def main() -> int:
     parser.add_argument("--model", default=REPOSITORY / "models/smollm2", type=Path)
     parser.add_argument("--vllm-python", default=REPOSITORY / ".venv-vllm/bin/python", help="Python of vLLM's environment")
     parser.add_argument("--engine", choices=SETTINGS, nargs="+", default=list(SETTINGS))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--timeout-s", type=float, default=600, help="for each setting")
@@ -306,7 +308,7 @@ def main() -> int:
     prompts = tokenise(str(args.model))
     num_tokens = len(prompts) * NEW_TOKENS
     lengths = sorted(map(len, prompts))
-    print(f"{args.model.name}: {len(prompts)} prompts of {lengths[0]}…{lengths[-1]} tokens × {NEW_TOKENS} new tokens")
+    print(f"{args.model.name}: {len(prompts)} prompts of {lengths[0]}…{lengths[-1]} tokens × {NEW_TOKENS} new tokens, {args.dtype}")
     print(f"{machine(cores)}; {args.threads} threads; {args.repeats} runs after one warm-up run", flush=True)
 
     results: dict[str, list[tuple[dict, dict]]] = {}
@@ -314,7 +316,8 @@ def main() -> int:
         python = str(args.vllm_python) if engine == "vLLM" else sys.executable
         for settings in SETTINGS[engine][: 1 if args.quick else None]:
             job = {"engine": engine, "settings": settings, "model": str(args.model.resolve()), "prompts": prompts}
-            result = run(python, {**job, "threads": args.threads, "repeats": args.repeats}, args.timeout_s)
+            job |= {"dtype": args.dtype, "threads": args.threads, "repeats": args.repeats}
+            result = run(python, job, args.timeout_s)
             results.setdefault(engine, []).append((settings, result))
             print(
                 f"… {engine}: {described(settings)}: {result.get('missing') or [round(r['seconds'], 2) for r in result['runs']]}",

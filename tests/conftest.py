@@ -116,11 +116,11 @@ LONGEST = [
     TESTS / file
     for file in (
         "cluster/test_ray.py", "reward_models/test_vllm.py", "rollout/native/test_kernels.py", "cluster/test_training.py",
-        "cluster/test_failures.py", "test_docs_commands.py", "loops/test_parity_trl.py", "test_pipelines_maths.py", "loops/test_rl.py",
-        "rollout/native/test_kernels_compile.py", "viewing/test_browser.py", "models/test_lora_vllm.py", "prepare/test_ranking.py",
-        "rollout/test_vllm_lora.py", "loops/test_demo.py", "adapters/test_adapters.py", "loops/test_rl_vllm.py",
-        "loops/test_smollm2.py", "rollout/served/test_vllm_servers.py", "test_pipelines.py", "loops/test_chain.py",
-        "prepare/test_pointwise.py", "rollout/test_vllm_engine.py",
+        "cluster/test_failures.py", "test_docs_commands.py", "loops/test_parity_trl.py", "test_pipelines_maths.py",
+        "loops/test_rl.py", "rollout/native/test_kernels_compile.py", "viewing/test_browser.py", "models/test_lora_vllm.py",
+        "prepare/test_ranking.py", "rollout/test_vllm_lora.py", "loops/test_demo.py", "adapters/test_adapters.py",
+        "loops/test_rl_vllm.py", "loops/test_smollm2.py", "rollout/served/test_vllm_servers.py", "test_pipelines.py",
+        "loops/test_chain.py", "prepare/test_pointwise.py", "rollout/test_vllm_engine.py",
     )
 ]  # fmt: skip
 """Files whose slow tests take half a minute or more. They are run first: at the end, one of them would leave the others idle."""

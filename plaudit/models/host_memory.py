@@ -1,4 +1,4 @@
-"""Memory of the host for what is not on the GPU all the time: pinned, so that the GPU copies it by itself.
+"""Memory of the host for what is not on the GPU all the time: pinned, so that the GPU copies it without the CPU.
 
 `HostMemory` has copies of tensors from which a checkpoint is written while training changes the tensors themselves.
 """
