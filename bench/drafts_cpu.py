@@ -1,6 +1,6 @@
 """Sampling with and without drafts on a CPU: where they pay, and what they cost where they do not.
 
-    plaudit prepare smollm2          # the model: models/smollm2
+    plaudit prepare smollm2 --out models/smollm2
     python bench/drafts_cpu.py       # about ten minutes on two idle cores
 
 Three kinds of text: `copy` (a text stands twice in the prompt and begins a third time), `arithmetic` and `open` (chat prompts),

@@ -1,7 +1,7 @@
 """Rollouts on two CPU cores: tokens/s of HF `generate`, vLLM and plaudit's native engine.
 
     make .venv-vllm/installed       # vLLM for the CPU, in its own environment
-    plaudit prepare smollm2         # the model: models/smollm2
+    plaudit prepare smollm2 --out models/smollm2
     python bench/rollout_cpu.py     # about five minutes on two idle cores; --quick: one setting per engine
     python bench/rollout_cpu.py --dtype float32
 
@@ -299,7 +299,7 @@ def main() -> int:
         args.job[1].write_text(json.dumps(measure(json.loads(args.job[0].read_text()))))
         return 0
     if not (args.model / "config.json").exists():
-        sys.exit(f"{args.model} is not a model folder: run `plaudit prepare smollm2`, or name another folder with --model")
+        sys.exit(f"{args.model} is no model folder: make it with `plaudit prepare smollm2 --out models/smollm2`, or use --model")
     if "vLLM" in args.engine and not Path(args.vllm_python).exists():
         sys.exit(f"{args.vllm_python} does not exist: make .venv-vllm/installed, or leave vLLM out with --engine")
     cores = sorted(os.sched_getaffinity(0))[: args.threads]
