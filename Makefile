@@ -78,8 +78,8 @@ test: .venv/dev-installed
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow" $(if $(ARGS),,$(addprefix --ignore=,$(QUICK))) $(ARGS)
 
 # Lint and the installs take one core each, the longest first. The slow tests of a file (vLLM's) run one after another,
-# the files in the order of tests/conftest.py: three at a time, which take up to 14 GB together and a third of their time waiting.
-SLOW_WORKERS ?= 3
+# the files in the order of tests/conftest.py. Two at a time: three were no faster on two cores, and took up to 14 GB.
+SLOW_WORKERS ?= 2
 test-all: test
 	$(MAKE) .venv/docs-installed
 	$(MAKE) -j 2 .venv-vllm/installed lint docs .venv-trl/installed .venv-verl/installed .venv-rewardbench/installed

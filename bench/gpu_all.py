@@ -35,7 +35,7 @@ class Measurement:
 
 
 STEP = "bench/gpu_step.py --out OUT --systems plaudit --sections"
-TRL = "bench/gpu_step.py --out OUT PEERS --systems trl --steps 3 --warm-up 1 --within 800 --sections"
+TRL = "bench/gpu_step.py --out OUT PEERS --systems trl --warm-up 1 --within 800 --timeout 800 --sections"
 MEASUREMENTS = {
     # What a kernel computes comes before how fast it does.
     "tests": Measurement(3, "-m pytest -q tests/models/test_attention_backward.py tests/models/test_merging_kernels.py "
@@ -46,18 +46,18 @@ MEASUREMENTS = {
     "step": Measurement(5, f"{STEP} grpo --lora"),
     "sft": Measurement(4, f"{STEP} sft,dpo"),
     "long": Measurement(4, f"{STEP} long\n{STEP} long --set train.share_prompts=false"),
-    "7B": Measurement(6, f"{STEP} grpo --sizes 7B --lora --no-full --steps 3 --warm-up 1\n"
-                         f"{STEP} grpo --sizes 7B --lora --no-full --steps 3 --warm-up 1 --set model.lora.base_bits=4\n"
-                         f"{STEP} grpo --sizes 7B --steps 2 --warm-up 1\n{STEP} sft --sizes 7B --steps 3 --warm-up 1"),
+    "7B": Measurement(12, f"{STEP} grpo --sizes 7B --lora --no-full\n"
+                         f"{STEP} grpo --sizes 7B --lora --no-full --set model.lora.base_bits=4\n"
+                         f"{STEP} grpo --sizes 7B\n{STEP} sft --sizes 7B"),
     "memory": Measurement(10, "bench/memory_plan.py --device cuda --out OUT"),
     "check": Measurement(3, "bench/gpu_rollout.py --sections check --out OUT"),
     "cycles": Measurement(3, "bench/gpu_rollout.py --sections cycles --engines native --out OUT"),
     "grid": Measurement(5, "bench/gpu_rollout.py --sections grid --engines native --missing --out OUT"),
     "gradients": Measurement(5, "bench/gpu_sft.py"),
-    "trl-0.5B": Measurement(5, f"{TRL} grpo --sizes 0.5B --lora"),
-    "trl-1.5B": Measurement(7, f"{TRL} grpo --sizes 1.5B --lora"),
-    "trl-float32": Measurement(7, f"{TRL} grpo --trl-dtype float32"),
-    "trl-7B": Measurement(7, f"{TRL} grpo --sizes 7B --lora --no-full"),
+    "trl-0.5B": Measurement(7, f"{TRL} grpo --sizes 0.5B --lora"),
+    "trl-1.5B": Measurement(9, f"{TRL} grpo --sizes 1.5B --lora"),
+    "trl-float32": Measurement(10, f"{TRL} grpo --trl-dtype float32"),
+    "trl-7B": Measurement(9, f"{TRL} grpo --sizes 7B --lora --no-full"),
     "trl-sft": Measurement(5, f"{TRL} sft,dpo"),
     "7B-alternate": Measurement(8, "bench/gpu_rollout.py --sections grid --models 7B --alternate --runs 5 PEERS --out OUT"),
     "learning": Measurement(20, "bench/learning.py --model MODEL PEERS --out OUT"),

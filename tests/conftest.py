@@ -123,7 +123,7 @@ LONGEST = [
         "loops/test_chain.py", "prepare/test_pointwise.py", "rollout/test_vllm_engine.py",
     )
 ]  # fmt: skip
-"""Files whose slow tests take half a minute or more. They are run first: at the end, one of them would leave the others idle."""
+"""Files whose slow tests take half a minute or more. They are run first: at the end, one would leave the other worker idle."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are shuffled, and before `-m` selects
