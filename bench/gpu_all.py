@@ -38,12 +38,12 @@ STEP = "bench/gpu_step.py --out OUT --systems plaudit --sections"
 TRL = "bench/gpu_step.py --out OUT PEERS --systems trl --warm-up 1 --within 800 --timeout 800 --sections"
 MEASUREMENTS = {
     # What a kernel computes comes before how fast it does.
-    "tests": Measurement(3, "-m pytest -q tests/models/test_attention_backward.py tests/models/test_merging_kernels.py "
+    "tests": Measurement(3, "-m pytest -q -n 8 tests/models/test_attention_backward.py tests/models/test_merging_kernels.py "
                             "tests/models/test_quantised.py tests/rollout/native/test_exact.py"),
     "attention": Measurement(1, "bench/gpu_attention.py --out OUT"),
     "adapters": Measurement(1, "bench/gpu_lora.py --out OUT"),
     "draw": Measurement(1, "bench/gpu_draw.py --out OUT"),
-    "step": Measurement(5, f"{STEP} grpo --lora"),
+    "step": Measurement(6, f"{STEP} grpo --lora --profile"),
     "sft": Measurement(4, f"{STEP} sft,dpo"),
     "long": Measurement(4, f"{STEP} long\n{STEP} long --set train.share_prompts=false"),
     "7B": Measurement(12, f"{STEP} grpo --sizes 7B --lora --no-full\n"

@@ -3,6 +3,7 @@
     python bench/gpu_step.py                                            # GRPO, SFT and DPO steps of 0.5B and 1.5B, full training
     python bench/gpu_step.py --sections grpo --sizes 0.5B,1.5B,7B --lora --no-full
     python bench/gpu_step.py --sections long --sizes 1.5B --systems plaudit --set train.tokens_per_micro_batch=32768
+    python bench/gpu_step.py --sections grpo --sizes 0.5B --systems plaudit --profile     # and where the time goes, by kernel
     python bench/gpu_step.py --table runs/gpu_step/steps.jsonl          # the table again, without a GPU
     python bench/gpu_step.py --device cpu --tiny --out /tmp/steps       # smoke test; its numbers mean nothing
 
@@ -150,7 +151,7 @@ def attempt(args: argparse.Namespace, together: list[dict[str, Any]], timeout_s:
         {
             **job, "results": str(args.results), "began": began, "device": args.device, "tiny": args.tiny, "steps": args.steps,
             "warm_up": args.warm_up, "set": args.set, "trl_set": list(args.trl_set), "trl_dtype": args.trl_dtype,
-            "batch": args.trl_batch, "flex": args.flex,
+            "batch": args.trl_batch, "flex": args.flex, "profile": args.profile,
         }
         for job in together
     ]  # fmt: skip
@@ -235,7 +236,7 @@ def spread(values: list[float]) -> str:
 
 
 def table(results: Path) -> str:
-    rows, notes, counted = [], [], {}
+    rows, notes, profiles, counted = [], [], [], {}
     for lines in latest(read(results)):
         job, steps = lines[0], measured(lines)
         case = [job["section"], job["size"], "LoRA" if job["kind"] == "lora" else "full"]
@@ -260,9 +261,24 @@ def table(results: Path) -> str:
             tokens = sum(int(step["targets"]) for step in steps)
             mean = sum(step["mismatch"] * step["targets"] for step in steps) / tokens
             notes.append(f"{' '.join(name)}: mismatch {mean:.2e}, the mean of {tokens:,} tokens")
+        for phase, found in next((line["phases"] for line in lines if line["line"] == "profile"), {}).items():
+            profiles += kernels(" ".join(name), phase, found)
         counted.setdefault("/".join(case), {})[name[-1]] = steps
     lines = [f"| {' | '.join(row)} |" for row in [HEADER, ["---"] * len(HEADER), *rows]]
-    return "\n".join([*lines, "", *map(same_work, counted, counted.values()), "", *notes])
+    return "\n".join([*lines, "", *map(same_work, counted, counted.values()), "", *notes, *profiles])
+
+
+def kernels(name: str, phase: str, found: dict) -> list[str]:
+    """The kernels of a profiled phase that take the longest."""
+    total, least = sum(seconds for _, (_, seconds) in found["kernels"]), 0.005
+    return [
+        f"\n{name}, {phase}: {found['seconds']:.3f} s with the profiler, {total:.3f} s in kernels",
+        *(
+            f"{seconds:9.4f} s {100 * seconds / total:5.1f} % {count:7,} × {kernel[:150]}"
+            for kernel, (count, seconds) in found["kernels"]
+            if seconds >= least * total
+        ),
+    ]
 
 
 HEADER = ["section", "size", "kind", "system", *PHASES.values(), "tokens/s", "TFLOP/s of the update", "of the peak",
@@ -314,6 +330,7 @@ def main() -> None:
     parser.add_argument("--trl-set", action="append", default=[], metavar="NAME=VALUE", help="argument of TRL's trainer")
     parser.add_argument("--trl-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of TRL's weights")
     parser.add_argument("--trl-batch", type=int, metavar="ROWS", help="rows per pass of TRL, instead of a search")
+    parser.add_argument("--profile", action="store_true", help="one more step of plaudit with a profiler: seconds of each kernel")
     parser.add_argument("--flex", action="store_true", help="sft-mixed: TRL also with flex_attention, which compiles")
     parser.add_argument("--trl-python", type=Path, default=Path(sys.executable), help="the Python that has TRL and vLLM")
     parser.add_argument("--trl-path", type=Path, help="…/site-packages: a folder of unpacked wheels for TRL's processes")

@@ -3,7 +3,8 @@
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,31 @@ class TimedOptimiser:
         return seconds
 
 
-def rl_step(job: dict, steps: Steps, work: Any, recipe: RLRecipe, policy: TrainableModel, total: int) -> Step:
+class Profiler:
+    """Seconds of each kernel by phase of a step, once it is switched on. On a CPU: of each operation, with those that it calls."""
+
+    def __init__(self, device: str):
+        self.on, self.found, self._device = False, {}, torch.device(device).type.upper()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if not self.on:
+            yield
+            return
+        with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, self._device)]) as profile:
+            began = now()
+            yield
+            seconds = now() - began
+        kernels: dict[str, tuple[int, float]] = {}
+        recorded: Any = profile.profiler
+        for event in recorded.kineto_results.events():  # a minute less than key_averages() for a step of CUDA graphs
+            if event.device_type().name == self._device:
+                count, so_far = kernels.get(event.name(), (0, 0.0))
+                kernels[event.name()] = count + 1, so_far + event.duration_ns() / 1e9
+        self.found[name] = {"seconds": seconds, "kernels": sorted(kernels.items(), key=lambda row: -row[1][1])}
+
+
+def rl_step(job: dict, steps: Steps, work: Any, recipe: RLRecipe, policy: TrainableModel, total: int, profiler: Profiler) -> Step:
     learner = Learner(policy, recipe, total_steps=total, world=World.alone(policy.device))
     optimiser, vocabulary = TimedOptimiser(learner.trainer), policy.model.config.vocab_size
     settings = {"max_sequences": work.max_sequences, "returns_memory": False}  # as in a run whose judges share no GPU
@@ -132,11 +157,13 @@ def rl_step(job: dict, steps: Steps, work: Any, recipe: RLRecipe, policy: Traina
         samples = [] if engine is not None else given(requests, number)
         began = now()
         if engine is not None:
-            samples = list(engine.generate(requests, Sampling(steps.new_tokens, seed=0, step=number)))
+            with profiler.phase("sampling"):
+                samples = list(engine.generate(requests, Sampling(steps.new_tokens, seed=0, step=number)))
         sampled = now()
         groups = scored(requests, samples, seed=number)
         rewarded = now()
-        metrics = learner.learn(groups, step=number + 1)
+        with profiler.phase("update"):
+            metrics = learner.learn(groups, step=number + 1)
         learned = now()
         if engine is not None:
             engine.sync(number + 1, learner.weights())
@@ -152,7 +179,7 @@ def rl_step(job: dict, steps: Steps, work: Any, recipe: RLRecipe, policy: Traina
     return step
 
 
-def sft_step(job: dict, steps: Steps, work: Any, recipe: SFTRecipe, policy: TrainableModel, total: int) -> Step:
+def sft_step(job: dict, steps: Steps, work: Any, recipe: SFTRecipe, policy: TrainableModel, total: int, profiler: Profiler) -> Step:
     trainer = build_trainer(recipe, policy, "none", World.alone(policy.device))
     optimiser, model = TimedOptimiser(trainer), policy.model
 
@@ -162,14 +189,15 @@ def sft_step(job: dict, steps: Steps, work: Any, recipe: SFTRecipe, policy: Trai
         targets = sum(example.num_targets for example in examples)
         began = now()
         batches = micro_batches(examples, micro_batch_tokens(recipe.train.tokens_per_micro_batch), policy.device)
-        trainer.update(batches, lambda b: (nll(target_logprobs(model, b).logprobs_N, targets), {}), recipe.optim.lr)
+        with profiler.phase("update"):
+            trainer.update(batches, lambda b: (nll(target_logprobs(model, b).logprobs_N, targets), {}), recipe.optim.lr)
         seconds = now() - began
         return updated(seconds, optimiser, sum(map(len, examples)), targets)
 
     return step
 
 
-def dpo_step(job: dict, steps: Steps, work: Any, recipe: DPORecipe, policy: TrainableModel, total: int) -> Step:
+def dpo_step(job: dict, steps: Steps, work: Any, recipe: DPORecipe, policy: TrainableModel, total: int, profiler: Profiler) -> Step:
     model, world = policy.model, World.alone(policy.device)
     budget = micro_batch_tokens(recipe.train.tokens_per_micro_batch)
 
@@ -190,7 +218,8 @@ def dpo_step(job: dict, steps: Steps, work: Any, recipe: DPORecipe, policy: Trai
         taken = pairs[number * steps.rows : (number + 1) * steps.rows]
         began = now()
         batches = pair_micro_batches(taken, budget, policy.device, share=recipe.train.share_prompts)
-        trainer.update(batches, dpo_loss(model, taken, recipe.loss), recipe.optim.lr)
+        with profiler.phase("update"):
+            trainer.update(batches, dpo_loss(model, taken, recipe.loss), recipe.optim.lr)
         seconds = now() - began
         targets = sum(one.chosen.num_targets + one.rejected.num_targets for one in taken)
         return updated(seconds, optimiser, sum(map(len, taken)), targets)
@@ -212,8 +241,8 @@ def run(job: dict, report: Report) -> dict[str, float]:
     if recipe.run.deterministic:
         compute_repeatably(torch.device(job["device"]))
     total = job["warm_up"] + job["steps"]
-    policy = policy_of(job, recipe, work)
-    step = STAGES[steps.stage](job, steps, work, recipe, policy, total)
+    policy, profiler = policy_of(job, recipe, work), Profiler(job["device"])
+    step = STAGES[steps.stage](job, steps, work, recipe, policy, total + job["profile"], profiler)
     model = recipe.model
     report.settings(
         {
@@ -228,7 +257,12 @@ def run(job: dict, report: Report) -> dict[str, float]:
     reset_memory()
     for number in range(total):
         report.step(number, step(number))
-    return memory_gb()
+    memory = memory_gb()
+    if job["profile"]:
+        profiler.on = True
+        step(total)
+        report.profile(profiler.found)
+    return memory
 
 
 def about(job: dict) -> str:

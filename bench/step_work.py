@@ -155,6 +155,10 @@ class Report:
         print(f"step {number}{' (warm-up)' if warm_up else ''}: {found}", flush=True)
         self._write("warm-up" if warm_up else "step", number=number, **found)
 
+    def profile(self, phases: dict[str, dict]) -> None:
+        """The seconds of each phase, and of its kernels."""
+        self._write("profile", phases=phases)
+
     def end(self, memory: dict[str, float]) -> None:
         self._write("end", memory=memory)
 
