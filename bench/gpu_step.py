@@ -257,7 +257,7 @@ def table(results: Path) -> str:
         if peak.get("retries"):
             gb[1] += f", {peak['retries']} retries"
         rows.append([*name, *cells, *rates(job, steps), *gb, f"{len(steps)}{': ' + error[:150] if error else ''}"])
-        if any("mismatch" in step for step in steps):
+        if SECTIONS[job["section"]].samples and any("mismatch" in step for step in steps):
             tokens = sum(int(step["targets"]) for step in steps)
             mean = sum(step["mismatch"] * step["targets"] for step in steps) / tokens
             notes.append(f"{' '.join(name)}: mismatch {mean:.2e}, the mean of {tokens:,} tokens")
