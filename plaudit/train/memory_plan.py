@@ -247,6 +247,8 @@ def _engine(
     adapters = recipe.model.lora is not None and not policy.merged
     working = plan_sampling(config, size, sequences=sequences, prefill_tokens=prefill, adapters=adapters)
     here.append(Need("engine: logits, prompts", ("sampling",), working, part="sampling"))
+    if device.type == "cpu" and not policy.base_bits:
+        here.append(Need("engine: packed weights", ("sampling",), 0.0, policy.parameters * size, part="sampling"))
 
 
 def _server(server: EngineServerSettings, weights: float, device: torch.device, processes: Processes, here: list[Need]) -> None:

@@ -710,8 +710,8 @@ def test_memory_table_is_printed(doctor, scalar, tiny_model):
     assert table[1].split() == ["sampling", "scoring", "training"]
     assert [line.split("  ")[1] for line in table[2:]] == [
         "torch and other libraries", "policy: weights", "policy: moments, masters", "policy: activations, logits, gradients",
-        "cache: 12 × 41 tokens", "engine: logits, prompts", "checkpoint: copy while it is written", "bt: weights, resident",
-        "bt: while it scores", "total",
+        "cache: 12 × 41 tokens", "engine: logits, prompts", "engine: packed weights", "checkpoint: copy while it is written",
+        "bt: weights, resident", "bt: while it scores", "total",
     ]  # fmt: skip
     assert AutoConfig.from_pretrained(tiny_model).num_hidden_layers == 2, "the cache size above is for two layers"
     _, _, out = doctor(scalar_reward(scalar))

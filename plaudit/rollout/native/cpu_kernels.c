@@ -9,22 +9,31 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A tile of a product, TILE_ROWS × TILE_COLUMNS vectors of sums, fills the registers. */
+/* A tile of a product, TILE_ROWS × TILE_COLUMNS vectors of sums, fills the registers; so does one of ROW_VECTORS × COLUMNS vectors, whose
+   lanes are rows. */
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define LANES 16
 #define TILE_ROWS 8
 #define TILE_COLUMNS 3
+#define COLUMNS 24
 #elif defined(__AVX2__)
 #define LANES 8
 #define TILE_ROWS 4
 #define TILE_COLUMNS 3
+#define COLUMNS 12
 #else
 #define LANES 4
 #define TILE_ROWS 4
 #define TILE_COLUMNS 4
+#define COLUMNS 12
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 32")
+#endif
 #define WORTH_THREADS (1 << 16) /* elements: waking a thread takes as long as computing this many */
 
 typedef float vector __attribute__((vector_size(4 * LANES)));
@@ -53,8 +62,12 @@ INLINE number store(float x) { return x; }
 INLINE vector load_vector(const number *at) { vector loaded; memcpy(&loaded, at, sizeof loaded); return loaded; }
 #endif
 
-INLINE float exp_of(float x) { /* 2^n · e^r, |r| ≤ log(2) / 2; within two units in the last place */
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+#define FARTHEST 0x42AE0000u /* the bits of 87.0f, beyond which results are hardly fp32 numbers */
+INLINE float exp_of(float number) { /* 2^n · e^r, |r| ≤ log(2) / 2; within two units in the last place, and not beyond e^±87 */
+    /* Limits in integers: with `x < -87 ? -87 : x` compilers compute on with the constants, for all numbers, and get some so small that
+       a processor takes a hundred cycles for each. */
+    uint32_t bits = to_bits(number), size = bits & 0x7FFFFFFFu;
+    float x = from_bits((size > FARTHEST ? FARTHEST : size) | (bits & 0x80000000u));
     float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* to the nearest integer */
     float r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -63,7 +76,8 @@ INLINE float exp_of(float x) { /* 2^n · e^r, |r| ≤ log(2) / 2; within two uni
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    return (p * r * r + r + 1.0f) * from_bits((uint32_t)((int32_t)n + 127) << 23);
+    float power = (p * r * r + r + 1.0f) * from_bits((uint32_t)((int32_t)n + 127) << 23);
+    return number != number ? number : power;
 }
 
 /* Norms and SwiGLU ------------------------------------------------------------------------------------------------ */
@@ -302,6 +316,135 @@ void product(const number *x, const number *weight, const number *bias, number *
     }
 }
 
+/* Products with packed weights ------------------------------------------------------------------------------------ */
+
+#define CHUNK 64 /* inputs that are summed before they are added to the rest: their rounding errors stay small */
+#define LINE (64 / sizeof(number))
+
+/* a0 b0 a1 b1 …, of the first or the second halves of a and b. */
+#if LANES == 16
+#define FIRST 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define SECOND 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif LANES == 8
+#define FIRST 0, 8, 1, 9, 2, 10, 3, 11
+#define SECOND 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define FIRST 0, 4, 1, 5
+#define SECOND 2, 6, 3, 7
+#endif
+#ifdef __clang__
+#define INTERLEAVED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t places __attribute__((vector_size(4 * LANES)));
+#define INTERLEAVED(a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
+#endif
+
+/* A square of numbers, row by row, becomes its transpose: log2(LANES) times, its first rows are interleaved with its last ones. */
+INLINE void transpose(vector *square) {
+    for (int half = LANES; half > 1; half /= 2) {
+        vector before[LANES];
+        UNROLL for (int n = 0; n < LANES; n++) before[n] = square[n];
+        UNROLL for (int n = 0; n < LANES / 2; n++) {
+            square[2 * n] = INTERLEAVED(before[n], before[n + LANES / 2], FIRST);
+            square[2 * n + 1] = INTERLEAVED(before[n], before[n + LANES / 2], SECOND);
+        }
+    }
+}
+
+/* Numbers `first` to `end` of `rows` rows [rows, I], at most LANES of both, as a square [numbers, rows]; what is missing is 0. */
+INLINE void load_transposed(const number *from, vector *square, long rows, long I, long first, long end) {
+    for (long row = 0; row < LANES; row++) {
+        square[row] = (vector){0};
+        if (row < rows && end - first == LANES)
+            square[row] = load_vector(from + row * I + first);
+        else if (row < rows)
+            for (long i = first; i < end; i++)
+                square[row][i - first] = load(from[row * I + i]);
+    }
+    transpose(square);
+}
+
+/* x [rows, I] → out [I, LANES] in fp32; rows that are missing are 0. */
+INLINE void spread(const number *x, vector *out, long rows, long I) {
+    for (long first = 0; first < I; first += LANES) {
+        long end = first + LANES < I ? first + LANES : I;
+        vector square[LANES];
+        load_transposed(x, square, rows, I, first, end);
+        memcpy(out + first, square, (end - first) * sizeof(vector));
+    }
+}
+
+/* weight [O, I] → packed [O / COLUMNS, I, COLUMNS], with zeros for columns that are missing. */
+void pack(const number *weight, number *packed, long I, long O, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (long o = 0; o < O; o += COLUMNS)
+        for (long first = 0; first < I; first += LANES)
+            for (long column = 0; column < COLUMNS; column += LANES) {
+                long end = first + LANES < I ? first + LANES : I, width = COLUMNS - column < LANES ? COLUMNS - column : LANES;
+                vector square[LANES];
+                load_transposed(weight + (o + column) * I, square, O - o - column < width ? O - o - column : width, I, first, end);
+                for (long i = first; i < end; i++)
+                    for (long n = 0; n < width; n++)
+                        packed[o * I + i * COLUMNS + column + n] = store(square[i - first][n]);
+            }
+}
+
+/* out [T, O] = x [T, I] weight [O, I]ᵀ + bias (which may be missing), for few rows. A lane is a row, so that nothing is added up across
+   lanes. `wide`: I floats for each of T rows, rounded up to vectors, at an address for vectors. With `logits`, the result goes there, in
+   fp32, and not to `out`. */
+void packed_product(const number *x, const number *packed, const number *bias, number *out, float *logits, float *wide, long T, long I, long O,
+                    int threads) {
+    long vectors = (T + LANES - 1) / LANES, blocks = (O + COLUMNS - 1) / COLUMNS, together = 1 + blocks / (8 * threads);
+    for (long v = 0; v < vectors; v++)
+        spread(x + v * LANES * I, (vector *)wide + v * I, T - v * LANES < LANES ? T - v * LANES : LANES, I);
+#pragma omp parallel num_threads(threads)
+    {
+        vector total[vectors * COLUMNS + LANES]; /* the last columns are transposed with what follows them */
+#pragma omp for schedule(dynamic, together)
+        for (long block = 0; block < blocks; block++) {
+            long o = block * COLUMNS, columns = o + COLUMNS < O ? COLUMNS : O - o;
+            memset(total, 0, sizeof total);
+            for (long i = 0; i < I; i += CHUNK) {
+                long length = i + CHUNK < I ? CHUNK : I - i;
+                const number *weights = packed + o * I + i * COLUMNS;
+#ifdef BF16
+                float w[CHUNK * COLUMNS];
+                for (long n = 0; n < length * COLUMNS; n++)
+                    w[n] = load(weights[n]);
+#else
+                const float *w = weights;
+#endif
+                for (long v = 0; v < vectors; v++) {
+                    const vector *of_x = (const vector *)wide + v * I + i;
+                    vector sums[COLUMNS];
+                    UNROLL for (int column = 0; column < COLUMNS; column++) sums[column] = (vector){0};
+                    for (long n = 0; n < length; n++) {
+                        for (long ahead = 0; !v && ahead < COLUMNS; ahead += LINE)
+                            __builtin_prefetch(weights + (n + 2 * CHUNK) * COLUMNS + ahead);
+                        UNROLL for (int column = 0; column < COLUMNS; column++)
+                            sums[column] += of_x[n] * w[n * COLUMNS + column];
+                    }
+                    UNROLL for (int column = 0; column < COLUMNS; column++) total[v * COLUMNS + column] += sums[column];
+                }
+            }
+            for (long v = 0; v < vectors; v++)
+                for (long c = 0; c < columns; c += LANES) {
+                    vector square[LANES];
+                    memcpy(square, total + v * COLUMNS + c, sizeof square);
+                    transpose(square);
+                    for (long row = 0; row < LANES && v * LANES + row < T; row++)
+                        for (long column = c; column < columns && column < c + LANES; column++) {
+                            float value = square[row][column - c] + (bias ? load(bias[o + column]) : 0.0f);
+                            if (logits)
+                                logits[(v * LANES + row) * O + o + column] = value;
+                            else
+                                out[(v * LANES + row) * O + o + column] = store(value);
+                        }
+                }
+        }
+    }
+}
+
 /* Drawing --------------------------------------------------------------------------------------------------------- */
 
 /* log Σ exp of every tile of `tile` fp32 logits, [B, tiles]; a row's last tile may be smaller. */
@@ -325,3 +468,4 @@ void tile_sums(const float *logits, float *sums, long B, long V, long tile, int 
 }
 
 int lanes(void) { return LANES; }
+int columns(void) { return COLUMNS; }

@@ -40,8 +40,11 @@ SIGNATURES = {
     "swiglu": [c_void_p] * 2 + [c_long] * 2 + [c_int],
     "rotate_and_attend": [c_void_p] * 3 + [c_long] * 2 + [c_void_p, c_long] * 2 + [POINTER(Attention), c_long, c_int],
     "product": [c_void_p] * 6 + [c_long] * 3 + [c_int],
-    "tile_sums": [c_void_p] * 2 + [c_long] * 3 + [c_int],
+    "pack": [c_void_p] * 2 + [c_long] * 2 + [c_int],
+    "packed_product": [c_void_p] * 6 + [c_long] * 3 + [c_int],
     "lanes": [],
+    "columns": [],
+    "tile_sums": [c_void_p] * 2 + [c_long] * 3 + [c_int],
 }
 
 
@@ -56,7 +59,7 @@ def library_for(dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, c_int if name == "lanes" else None
+        function.argtypes, function.restype = arguments, c_int if not arguments else None
     return library
 
 

@@ -1,8 +1,11 @@
-"""Half-precision linear layers with prepacked weights, on a CPU with instructions for bf16 (others: `cpu_ops.product`).
+"""Linear layers with prepacked weights, on a CPU: few rows are multiplied with them in less time than with weights as they are.
 
-`F.linear` reorders the weights in every call, which for a few rows costs as much as the product itself. The result is the same to
-the bit. A prepacked copy lives for one call of the engine, since the trainer changes the weights in between. Making it costs what
-it saves in about eight decode steps, so it is made after eight.
+With instructions for bf16, oneDNN packs them: `F.linear` does so in every call, which for a few rows costs as much as the product
+itself. Its results are the same to the bit. Elsewhere `cpu_kernels.c` packs them, for several rows: one or two take less time with
+weights as they are, which are then read faster. Its sums have another order then.
+
+A packed copy lives for one call of the engine, since the trainer changes the weights in between. Making it costs what it saves in
+about eight decode steps (oneDNN's) or fifteen (ours), so it is made after eight.
 """
 
 from collections.abc import Callable
@@ -11,14 +14,29 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from plaudit.rollout.native.cpu_ops import computes_products
+from plaudit.models.memory import total_memory
+from plaudit.rollout.native.cpu_ops import computes_products, pack
+from plaudit.rollout.native.drafts import STEP_ROWS
 
 PREPACK_AFTER_STEPS = 8
-ROWS = 16  # the layout is tuned for this many; others work too
+FEWEST_ROWS = STEP_ROWS + 1
+"""Of a step that counts, if we pack the weights: more than drafts can fill, or drafts would decide when they are packed."""
+LARGEST_SHARE = 0.25
+"""Of all memory, that copies may take. What is free just now must not decide: packed weights change the last bits of results."""
+ROWS = 16  # oneDNN's layout is tuned for this many; others work too
+
+Product = Callable[[Tensor], Tensor]
 
 
-def prepacking_helps(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cpu" and dtype == torch.bfloat16 and not computes_products(dtype) and _prepacking_works()
+def prepacking_helps(rows: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a step of this many rows takes less time with packed weights."""
+    if device.type != "cpu":
+        return False
+    return rows >= FEWEST_ROWS if computes_products(dtype) else dtype == torch.bfloat16 and _prepacking_works()
+
+
+def copies_fit(size: int) -> bool:
+    return size <= LARGEST_SHARE * total_memory(torch.device("cpu"))
 
 
 @cache
@@ -26,15 +44,29 @@ def _prepacking_works() -> bool:
     """Tried once: which processors can do it (x86 with AVX-512, not ARM) is up to oneDNN and this build of torch."""
     weight = torch.eye(ROWS, dtype=torch.bfloat16)
     try:
-        return torch.equal(prepack_linear(weight, None)(weight), weight)
+        return torch.equal(_packed_by_onednn(weight, None)(weight), weight)
     except (RuntimeError, AttributeError):  # an AttributeError if torch was built without oneDNN
         return False
 
 
-def prepack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+def prepack_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Product:
+    if computes_products(weight_OI.dtype):
+        return pack(weight_OI.detach(), bias_O, weight_OI.dtype)
+    return _packed_by_onednn(weight_OI, bias_O)
 
-    def product(x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+def prepack_head(weight_VD: Tensor) -> Product:
+    """Its results are logits in fp32, from our kernel not rounded."""
+    if computes_products(weight_VD.dtype):
+        return pack(weight_VD.detach(), None, torch.float32)
+    product = _packed_by_onednn(weight_VD, None)
+    return lambda hidden_BD: product(hidden_BD).float()
+
+
+def _packed_by_onednn(weight_OI: Tensor, bias_O: Tensor | None) -> Product:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), ROWS)
+
+    def product(x_TI: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
 
     return product

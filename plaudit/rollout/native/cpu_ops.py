@@ -1,7 +1,7 @@
 """The engine's operations on a CPU, compiled from `cpu_kernels.c`; in torch where that has no compiled version."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref
 from functools import cache
 
@@ -22,6 +22,7 @@ __all__ = [
 
 # For more rows a product is bound by arithmetic, and libraries are faster.
 FEW_ROWS = {torch.float32: 16, torch.bfloat16: 64}
+MANY_ROWS = 64  # the same, with packed weights
 CONVERTED_AT_ONCE = 1 << 23  # weights: bounds the memory for their fp32 copies
 
 
@@ -71,30 +72,64 @@ def rotate_and_attend(
 
 def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """x Wᵀ + b. Few rows take our kernel, which reads the weights as they are; libraries reorder them first."""
-    out_TO = _few_rows_product(x_TI, weight_OI, bias_O, x_TI.dtype)
-    if out_TO is not None:
-        return out_TO
+    if _can_multiply(x_TI, weight_OI, bias_O):
+        return _few_rows_product(x_TI, weight_OI, bias_O, len(weight_OI), x_TI.dtype)
     emulated = x_TI.dtype == torch.bfloat16 and len(x_TI) > FEW_ROWS[torch.bfloat16] and not multiplies_bf16()
     return _product_in_fp32(x_TI, weight_OI, bias_O) if emulated else linear(x_TI, weight_OI, bias_O)
 
 
 def logits(hidden_BD: Tensor, weight_VD: Tensor) -> Tensor:
     """In fp32, from our kernel not rounded."""
-    logits_BV = _few_rows_product(hidden_BD, weight_VD, None, torch.float32)
-    return logits_of(hidden_BD, weight_VD) if logits_BV is None else logits_BV
+    if _can_multiply(hidden_BD, weight_VD, None):
+        return _few_rows_product(hidden_BD, weight_VD, None, len(weight_VD), torch.float32)
+    return logits_of(hidden_BD, weight_VD)
 
 
-def _few_rows_product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_dtype: torch.dtype) -> Tensor | None:
+def _can_multiply(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> bool:
+    """Whether there are few rows, and the kernel knows such numbers and sizes."""
+    dtype, (rows, inner) = x_TI.dtype, x_TI.shape
+    if rows > FEW_ROWS.get(dtype, 0) or not computes_products(dtype) or inner % _width(dtype):
+        return False
+    return _plain(dtype, x_TI, weight_OI) if bias_O is None else _plain(dtype, x_TI, weight_OI, bias_O)
+
+
+@cache
+def _width(dtype: torch.dtype) -> int:
+    """Of vectors, in numbers."""
+    library = library_for(dtype)
+    assert library is not None
+    return library.lanes()
+
+
+def pack(weight_OI: Tensor, bias_O: Tensor | None, out_dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """x Wᵀ + b with a copy of W in the order in which our kernel for packed weights reads it: for MANY_ROWS rows at most; more are
+    multiplied as `product` does."""
+    library, (outer, inner) = library_for(weight_OI.dtype), weight_OI.shape
+    assert library is not None
+    weight_OI = weight_OI.contiguous()
+    packed = weight_OI.new_empty(-(-outer // library.columns()) * library.columns(), inner)
+    library.pack(weight_OI.data_ptr(), packed.data_ptr(), inner, outer, torch.get_num_threads())
+
+    def multiply(x_TI: Tensor) -> Tensor:
+        if len(x_TI) <= MANY_ROWS and _plain(weight_OI.dtype, x_TI):
+            return _few_rows_product(x_TI, packed, bias_O, outer, out_dtype, is_packed=True)
+        return product(x_TI, weight_OI, bias_O).to(out_dtype)
+
+    return multiply
+
+
+def _few_rows_product(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, outer: int, out_dtype: torch.dtype, *, is_packed: bool = False
+) -> Tensor:
     dtype, rows, inner = x_TI.dtype, *x_TI.shape
-    library = library_for(dtype) if rows <= FEW_ROWS.get(dtype, 0) and computes_products(dtype) else None
-    biases = () if bias_O is None else (bias_O,)
-    if library is None or inner % library.lanes() or not _plain(dtype, x_TI, weight_OI, *biases):
-        return None
-    out_TO, wide_TI = x_TI.new_empty(rows, len(weight_OI), dtype=out_dtype), torch.empty(rows, inner)
+    library = library_for(dtype)
+    assert library is not None
+    whole_vectors = -(-rows // _width(dtype)) * _width(dtype)
+    out_TO, wide_TI = x_TI.new_empty(rows, outer, dtype=out_dtype), torch.empty(whole_vectors, inner)
     out = (out_TO.data_ptr(), None) if out_dtype == dtype else (None, out_TO.data_ptr())
     bias = None if bias_O is None else bias_O.data_ptr()
     arguments = (x_TI.data_ptr(), weight_OI.data_ptr(), bias, *out, wide_TI.data_ptr())
-    library.product(*arguments, rows, inner, len(weight_OI), torch.get_num_threads())
+    (library.packed_product if is_packed else library.product)(*arguments, rows, inner, outer, torch.get_num_threads())
     return out_TO
 
 
@@ -118,7 +153,7 @@ def rows_are_independent(dtype: torch.dtype, weights_OI: Sequence[Tensor], norms
     library = library_for(dtype)
     if library is None or not computes_products(dtype):
         return False
-    return _plain(dtype, *weights_OI, *norms) and all(weight_OI.shape[1] % library.lanes() == 0 for weight_OI in weights_OI)
+    return _plain(dtype, *weights_OI, *norms) and all(weight_OI.shape[1] % _width(dtype) == 0 for weight_OI in weights_OI)
 
 
 @cache

@@ -45,6 +45,8 @@ class ModuleDecoder:
         before, self._addresses = self._addresses, addresses(self.model)
         return self._addresses != before
 
+    weight_bytes = 0
+
     def prepack(self) -> None:
         """Does nothing: adapters and unknown layers stay as they are."""
 
@@ -146,6 +148,10 @@ class FusedDecoder:
     def norms(self) -> list[Tensor]:
         norms = (self.norm, *(norm for layer in self.layers for norm in (*layer.norms, *layer.head_norms)))
         return [norm for norm in norms if norm is not None]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight_OI.nbytes for weight_OI in self.weights_OI)
 
     def prepack(self) -> None:
         for fused in (fused for layer in self.layers for fused in layer.products):

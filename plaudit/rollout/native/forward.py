@@ -16,7 +16,7 @@ from plaudit.rollout.native import cpu_ops, torch_ops
 from plaudit.rollout.native.attention import DecodeStep, PrefillStep
 from plaudit.rollout.native.batch import BatchRows, DeviceSampling
 from plaudit.rollout.native.cache import CacheShape, KVCache
-from plaudit.rollout.native.cpu_linear import PREPACK_AFTER_STEPS, prepack_linear, prepacking_helps
+from plaudit.rollout.native.cpu_linear import PREPACK_AFTER_STEPS, copies_fit, prepack_head, prepacking_helps
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.graphs import DecodeGraphs, rounded_length
 from plaudit.rollout.native.scheduler import PrefillChunk
@@ -33,7 +33,7 @@ class Forward:
         self.decoder = FusedDecoder(model, self.shape.heads) if can_fuse(model) else ModuleDecoder(model)
         self.graphs = DecodeGraphs(self.shape.device, never_syncs=isinstance(self.decoder, FusedDecoder))
         self._prepacked_head: Callable[[Tensor], Tensor] | None = None
-        self._steps = 0
+        self._steps = 0  # that would have been faster with packed weights
 
     @property
     def head(self) -> Tensor:
@@ -72,10 +72,11 @@ class Forward:
     def step(self, rows: BatchRows, count: int, cache: KVCache, longest: int, sampling: DeviceSampling) -> None:
         """One token for each sequence in the first `count` rows: from its embedding to the next token, sampled."""
         self._set_eval_mode()
-        self._steps += 1
-        if self._steps == PREPACK_AFTER_STEPS and prepacking_helps(self.shape.device, self.shape.dtype):
-            self.decoder.prepack()
-            self._prepacked_head = prepack_linear(self.head, None)
+        if self._steps < PREPACK_AFTER_STEPS and prepacking_helps(count, self.shape.device, self.shape.dtype):
+            self._steps += 1
+            if self._steps == PREPACK_AFTER_STEPS and copies_fit(self.decoder.weight_bytes + self.head.nbytes):
+                self.decoder.prepack()
+                self._prepacked_head = prepack_head(self.head)
         on_gpu = self.shape.device.type == "cuda"
         longest = rounded_length(longest) if on_gpu else longest
         chunk = LOGIT_ROWS if on_gpu else count
@@ -97,7 +98,7 @@ class Forward:
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
         if self._prepacked_head is not None:
-            return self._prepacked_head(hidden_BD).float()
+            return self._prepacked_head(hidden_BD)
         return logits_of(hidden_BD, self.head) if hidden_BD.is_cuda else cpu_ops.logits(hidden_BD, self.head)
 
     def _set_eval_mode(self) -> None:

@@ -99,6 +99,39 @@ def test_a_row_does_not_depend_on_the_others(dtype):
         assert torch.equal(cpu_ops.product(x[rows], weight, None), together[rows])
 
 
+@each_dtype
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 64, 65])
+@pytest.mark.parametrize(("inner", "outer"), [(64, 7), (1536, 96), (50, 25), (130, 48)])
+def test_products_with_packed_weights(dtype, rows, inner, outer):
+    x, weight = normal(rows, inner, dtype=dtype), normal(outer, inner, seed=1, dtype=dtype)
+    for bias in (None, normal(outer, seed=2, dtype=dtype)):
+        exact = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+        multiply = cpu_ops.pack(weight.clone(), bias, dtype)
+        ours = multiply(x)
+        assert ours.dtype == dtype
+        close(ours, exact, dtype)
+        if rows <= 64:
+            assert torch.equal(multiply(x[rows // 2 :]), ours[rows // 2 :]), "a row does not depend on the others"
+        precise = cpu_ops.pack(weight, bias, torch.float32)(x)
+        assert precise.dtype == torch.float32
+        close(precise, exact, torch.float32 if rows <= 64 else dtype)
+    x[0, 3] = math.nan
+    assert cpu_ops.pack(weight, None, dtype)(x).isnan().all(1).tolist() == [True] + [False] * (rows - 1)
+
+
+@each_dtype
+def test_swiglu_of_extreme_numbers(dtype):
+    """Numbers whose exponential is beyond fp32's, infinities and NaN."""
+    gate = torch.tensor(
+        [-math.inf, -1e30, -1000.0, -89.0, -87.5, -20.0, 0.0, 20.0, 87.5, 89.0, 1000.0, 1e30, math.inf, math.nan]
+    ).to(dtype)
+    ours = cpu_ops.swiglu(torch.cat([gate, torch.ones_like(gate)])[None])[0]
+    assert ours[-1].isnan()
+    assert ours[-2] == math.inf or ours[-2].isnan()
+    finite = gate[1:-2]
+    assert torch.allclose(ours[1:-2].double(), (finite.double() * finite.double().sigmoid()), rtol=8e-3, atol=1e-6)
+
+
 def test_many_rows_in_pieces(monkeypatch):
     monkeypatch.setattr(cpu_ops, "CONVERTED_AT_ONCE", 200)
     x, weight, bias = (normal(*shape, seed=i, dtype=torch.bfloat16) for i, shape in enumerate([(100, 64), (17, 64), (17,)]))

@@ -840,10 +840,34 @@ def test_packed_weights_are_up_to_date(tiny_models, monkeypatch):
         assert np.abs(logprobs_from(logits, s.tokens, 1.0) - s.sampler_logprobs).max() < 0.3
 
 
-def test_full_precision_is_not_packed(llama, monkeypatch):
-    monkeypatch.setattr(forward, "PREPACK_AFTER_STEPS", 1)
-    engine = engine_of(llama)
-    assert not any(holds_packed_weights(engine) for _ in engine.generate(mixed_requests(), Sampling(max_new_tokens=40)))
+def many_requests() -> list[Request]:
+    """As many sequences as packing by our own kernel asks for, and a few more."""
+    return [replace(request, n=cpu_linear.FEWEST_ROWS) for request in mixed_requests()[:2]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_our_kernel_packs(tiny_models, monkeypatch, dtype):
+    """Sampled with them, log-probs are as close to the trainer's; there is no copy before several sequences run, nor after a call,
+    and none if it would take a large part of the memory."""
+    monkeypatch.setattr(cpu_ops, "multiplies_bf16", lambda: False)
+    if not cpu_ops.computes_products(getattr(torch, dtype)):
+        pytest.skip("needs a C compiler")
+    policy = load(tiny_models["qwen2"], dtype=dtype)  # its linear layers have biases
+    engine, sampling, error = engine_of(policy), Sampling(max_new_tokens=24), {}
+    for pack_after in (0, 1):
+        monkeypatch.setattr(forward, "PREPACK_AFTER_STEPS", pack_after)
+        drawn, packed = [], []
+        for one in engine.generate(many_requests(), sampling):
+            drawn.append((next(r for r in many_requests() if r.prompt_id == one.prompt_id), one))
+            packed.append(holds_packed_weights(engine))
+        assert all(packed) if pack_after else not any(packed)
+        assert not holds_packed_weights(engine)
+        references = with_reference(policy, drawn)
+        error[pack_after] = max(np.abs(logprobs_from(x, s.tokens, 1.0) - s.sampler_logprobs).max() for _, s, x in references)
+    assert error[1] < (1e-5 if dtype == "float32" else 0.1), error
+    assert not any(holds_packed_weights(engine) for _ in engine.generate(mixed_requests()[:1], sampling)), "too few sequences"
+    monkeypatch.setattr(cpu_linear, "LARGEST_SHARE", 0.0)
+    assert not any(holds_packed_weights(engine) for _ in engine.generate(many_requests(), sampling))
 
 
 def test_a_finished_sample_is_returned_while_others_run(llama):
