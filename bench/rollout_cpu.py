@@ -3,7 +3,7 @@
     make .venv-vllm/installed       # vLLM for the CPU, in its own environment
     plaudit prepare smollm2 --out models/smollm2
     python bench/rollout_cpu.py     # about five minutes on two idle cores; --quick: one setting per engine
-    python bench/rollout_cpu.py --dtype float32
+    python bench/rollout_cpu.py --dtype float32 --engine "plaudit native" vLLM --rounds 3    # to compare two engines
 
 Each engine samples 64 tokens for each of 16 chat prompts at temperature 1, with the log-prob of every sampled token, in bf16
 unless --dtype says otherwise. The end token is ignored, so that all generate the same number of tokens. Prompts are tokenised once,
@@ -11,8 +11,9 @@ in this script; loading, tokenising and detokenising are not timed. Each run is 
 the same cores: one warm-up run, then the timed ones.
 
 The baselines are tuned in the same run: every setting in `HF` and `VLLM` is measured; the one with the best median represents its
-engine in the table, the others are printed below. A busy machine makes these numbers meaningless (threads that wait for each other
-at every layer suffer most), so each row shows the other load it was measured under, in cores.
+engine in the table, the others are printed below. With --rounds, all of them are measured that often, in turn: a machine's speed
+may change more from minute to minute than engines differ. A busy machine makes these numbers meaningless (threads that wait for
+each other at every layer suffer most), so each row shows the other load it was measured under, in cores.
 """
 
 import argparse
@@ -291,6 +292,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=1, help="processes of each setting, all settings in turn (default 1)")
     parser.add_argument("--timeout-s", type=float, default=600, help="for each setting")
     parser.add_argument("--quick", action="store_true", help="only the first setting of each engine")
     parser.add_argument("--job", nargs=2, type=Path, help=argparse.SUPPRESS)
@@ -312,13 +314,21 @@ def main() -> int:
     print(f"{machine(cores)}; {args.threads} threads; {args.repeats} runs after one warm-up run", flush=True)
 
     results: dict[str, list[tuple[dict, dict]]] = {}
-    for engine in args.engine:
-        python = str(args.vllm_python) if engine == "vLLM" else sys.executable
-        for settings in SETTINGS[engine][: 1 if args.quick else None]:
+    measured = [(engine, settings) for engine in args.engine for settings in SETTINGS[engine][: 1 if args.quick else None]]
+    for number in range(args.rounds):
+        for engine, settings in measured:
+            python = str(args.vllm_python) if engine == "vLLM" else sys.executable
             job = {"engine": engine, "settings": settings, "model": str(args.model.resolve()), "prompts": prompts}
             job |= {"dtype": args.dtype, "threads": args.threads, "repeats": args.repeats}
             result = run(python, job, args.timeout_s)
-            results.setdefault(engine, []).append((settings, result))
+            before = next((found for tried, found in results.setdefault(engine, []) if tried is settings), None)
+            if before is None:
+                results[engine].append((settings, result))
+            elif "runs" in before and "runs" in result:
+                before["runs"] += result["runs"]
+            elif "runs" in before:
+                before |= {"missing": f"in round {number + 1}: {result['missing']}"}
+                del before["runs"]
             print(
                 f"… {engine}: {described(settings)}: {result.get('missing') or [round(r['seconds'], 2) for r in result['runs']]}",
                 flush=True,
