@@ -274,7 +274,7 @@ def kernels(name: str, phase: str, found: dict) -> list[str]:
     return [
         f"\n{name}, {phase}: {found['seconds']:.3f} s with the profiler, {total:.3f} s in kernels",
         *(
-            f"{seconds:9.4f} s {100 * seconds / total:5.1f} % {count:7,} × {kernel[:150]}"
+            f"{seconds:9.4f} s {100 * seconds / (total or 1.0):5.1f} % {count:7,} × {kernel[:150]}"
             for kernel, (count, seconds) in found["kernels"]
             if seconds >= least * total
         ),

@@ -3,6 +3,7 @@
 import json
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -260,8 +261,11 @@ def run(job: dict, report: Report) -> dict[str, float]:
     memory = memory_gb()
     if job["profile"]:
         profiler.on = True
-        step(total)
-        report.profile(profiler.found)
+        try:  # what was measured counts, whatever becomes of this
+            step(total)
+            report.profile(profiler.found)
+        except Exception:
+            traceback.print_exc()
     return memory
 
 

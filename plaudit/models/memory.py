@@ -67,6 +67,8 @@ BUCKET_ELEMENTS, BUCKETS_IN_FLIGHT = 2**25, 2
 """Gradients per collective (train/gradients.py): enough to use the bandwidth, few enough to overlap with the backward pass."""
 RUNTIME = {"cpu": 0.9e9, "cuda": 0.6e9}
 """What Python, torch and the other libraries take besides models; on a GPU, what CUDA takes."""
+PACKED_SHARE = 0.25
+"""Of what weights and optimiser leave of a CPU's memory, what the engine's packed weights may take: its cache takes up to half."""
 SAFE_SHARE = 0.9
 """Share of a device's memory up to which an estimate is trusted to fit."""
 

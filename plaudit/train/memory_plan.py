@@ -18,6 +18,7 @@ from plaudit.data.pack import KEYS_PER_TOKEN
 from plaudit.errors import PlauditError
 from plaudit.models.folder import context_tokens, read_config
 from plaudit.models.memory import (
+    PACKED_SHARE,
     PHASES,
     RUNTIME,
     Budget,
@@ -46,6 +47,7 @@ from plaudit.recipe.rollout import SERVED_ENGINES, EngineServerSettings
 from plaudit.recipe.training import micro_batch_tokens
 from plaudit.rewards.judges.model_rewards import ModelReward, find_all_model_rewards
 from plaudit.rollout.engine import MAX_SEQUENCES, PREFILL_TOKENS
+from plaudit.rollout.native.drafts import STEP_ROWS
 from plaudit.train.processes import ALONE, Processes
 
 RESIDENT, SERVER = ": weights, resident", ": server"
@@ -247,8 +249,9 @@ def _engine(
     adapters = recipe.model.lora is not None and not policy.merged
     working = plan_sampling(config, size, sequences=sequences, prefill_tokens=prefill, adapters=adapters)
     here.append(Need("engine: logits, prompts", ("sampling",), working, part="sampling"))
-    if device.type == "cpu" and not policy.base_bits:
-        here.append(Need("engine: packed weights", ("sampling",), 0.0, policy.parameters * size, part="sampling"))
+    packed, left = policy.parameters * size, processes.available(device.type, device.type) - policy.weights - policy.state
+    if device.type == "cpu" and sequences > STEP_ROWS and not policy.base_bits and packed <= PACKED_SHARE * left:
+        here.append(Need("engine: packed weights", ("sampling",), 0.0, packed, part="sampling"))
 
 
 def _server(server: EngineServerSettings, weights: float, device: torch.device, processes: Processes, here: list[Need]) -> None:

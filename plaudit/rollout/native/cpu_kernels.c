@@ -9,8 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A tile of a product, TILE_ROWS × TILE_COLUMNS vectors of sums, fills the registers; so does one of ROW_VECTORS × COLUMNS vectors, whose
-   lanes are rows. */
+/* A tile of a product, TILE_ROWS × TILE_COLUMNS vectors of sums, fills the registers; so do COLUMNS vectors, whose lanes are rows. */
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define LANES 16
@@ -63,10 +62,10 @@ INLINE vector load_vector(const number *at) { vector loaded; memcpy(&loaded, at,
 #endif
 
 #define FARTHEST 0x42AE0000u /* the bits of 87.0f, beyond which results are hardly fp32 numbers */
-INLINE float exp_of(float number) { /* 2^n · e^r, |r| ≤ log(2) / 2; within two units in the last place, and not beyond e^±87 */
+INLINE float exp_of(float given) { /* 2^n · e^r, |r| ≤ log(2) / 2; within two units in the last place, and not beyond e^±87 */
     /* Limits in integers: with `x < -87 ? -87 : x` compilers compute on with the constants, for all numbers, and get some so small that
        a processor takes a hundred cycles for each. */
-    uint32_t bits = to_bits(number), size = bits & 0x7FFFFFFFu;
+    uint32_t bits = to_bits(given), size = bits & 0x7FFFFFFFu;
     float x = from_bits((size > FARTHEST ? FARTHEST : size) | (bits & 0x80000000u));
     float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* to the nearest integer */
     float r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -77,7 +76,7 @@ INLINE float exp_of(float number) { /* 2^n · e^r, |r| ≤ log(2) / 2; within tw
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     float power = (p * r * r + r + 1.0f) * from_bits((uint32_t)((int32_t)n + 127) << 23);
-    return number != number ? number : power;
+    return given != given ? given : power;
 }
 
 /* Norms and SwiGLU ------------------------------------------------------------------------------------------------ */
@@ -341,7 +340,7 @@ typedef int32_t places __attribute__((vector_size(4 * LANES)));
 
 /* A square of numbers, row by row, becomes its transpose: log2(LANES) times, its first rows are interleaved with its last ones. */
 INLINE void transpose(vector *square) {
-    for (int half = LANES; half > 1; half /= 2) {
+    for (int left = LANES; left > 1; left /= 2) {
         vector before[LANES];
         UNROLL for (int n = 0; n < LANES; n++) before[n] = square[n];
         UNROLL for (int n = 0; n < LANES / 2; n++) {

@@ -2,10 +2,11 @@
 
 With instructions for bf16, oneDNN packs them: `F.linear` does so in every call, which for a few rows costs as much as the product
 itself. Its results are the same to the bit. Elsewhere `cpu_kernels.c` packs them, for several rows: one or two take less time with
-weights as they are, which are then read faster. Its sums have another order then.
+weights as they are. Its sums have another order then, so a sample's last bits depend on how many others ran in the same call.
 
-A packed copy lives for one call of the engine, since the trainer changes the weights in between. Making it costs what it saves in
-about eight decode steps (oneDNN's) or fifteen (ours), so it is made after eight.
+A packed copy lives for one call of the engine, since the trainer changes the weights in between; within a call they must not
+change. Making it costs what it saves in eight decode steps (oneDNN's) or fifteen (ours). It is made after eight: most calls that
+take eight take dozens more.
 """
 
 from collections.abc import Callable
@@ -14,15 +15,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from plaudit.models.memory import total_memory
-from plaudit.rollout.native.cpu_ops import computes_products, pack
+from plaudit.rollout.native.cpu_ops import MANY_ROWS, computes_products, pack, pack_head
 from plaudit.rollout.native.drafts import STEP_ROWS
 
 PREPACK_AFTER_STEPS = 8
 FEWEST_ROWS = STEP_ROWS + 1
 """Of a step that counts, if we pack the weights: more than drafts can fill, or drafts would decide when they are packed."""
-LARGEST_SHARE = 0.25
-"""Of all memory, that copies may take. What is free just now must not decide: packed weights change the last bits of results."""
 ROWS = 16  # oneDNN's layout is tuned for this many; others work too
 
 Product = Callable[[Tensor], Tensor]
@@ -32,11 +30,7 @@ def prepacking_helps(rows: int, device: torch.device, dtype: torch.dtype) -> boo
     """Whether a step of this many rows takes less time with packed weights."""
     if device.type != "cpu":
         return False
-    return rows >= FEWEST_ROWS if computes_products(dtype) else dtype == torch.bfloat16 and _prepacking_works()
-
-
-def copies_fit(size: int) -> bool:
-    return size <= LARGEST_SHARE * total_memory(torch.device("cpu"))
+    return FEWEST_ROWS <= rows <= MANY_ROWS if computes_products(dtype) else dtype == torch.bfloat16 and _prepacking_works()
 
 
 @cache
@@ -51,14 +45,14 @@ def _prepacking_works() -> bool:
 
 def prepack_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Product:
     if computes_products(weight_OI.dtype):
-        return pack(weight_OI.detach(), bias_O, weight_OI.dtype)
+        return pack(weight_OI.detach(), bias_O)
     return _packed_by_onednn(weight_OI, bias_O)
 
 
 def prepack_head(weight_VD: Tensor) -> Product:
     """Its results are logits in fp32, from our kernel not rounded."""
     if computes_products(weight_VD.dtype):
-        return pack(weight_VD.detach(), None, torch.float32)
+        return pack_head(weight_VD.detach())
     product = _packed_by_onednn(weight_VD, None)
     return lambda hidden_BD: product(hidden_BD).float()
 

@@ -22,7 +22,7 @@ __all__ = [
 
 # For more rows a product is bound by arithmetic, and libraries are faster.
 FEW_ROWS = {torch.float32: 16, torch.bfloat16: 64}
-MANY_ROWS = 64  # the same, with packed weights
+MANY_ROWS = 64  # the same with packed weights; also what our kernel is given at most
 CONVERTED_AT_ONCE = 1 << 23  # weights: bounds the memory for their fp32 copies
 
 
@@ -101,21 +101,36 @@ def _width(dtype: torch.dtype) -> int:
     return library.lanes()
 
 
-def pack(weight_OI: Tensor, bias_O: Tensor | None, out_dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """x Wᵀ + b with a copy of W in the order in which our kernel for packed weights reads it: for MANY_ROWS rows at most; more are
-    multiplied as `product` does."""
-    library, (outer, inner) = library_for(weight_OI.dtype), weight_OI.shape
-    assert library is not None
-    weight_OI = weight_OI.contiguous()
-    packed = weight_OI.new_empty(-(-outer // library.columns()) * library.columns(), inner)
-    library.pack(weight_OI.data_ptr(), packed.data_ptr(), inner, outer, torch.get_num_threads())
+def pack(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """`product` with a copy of the weights, in the order in which our kernel reads it. More than MANY_ROWS rows take no copy."""
+    packed, outer, dtype = _packed(weight_OI), len(weight_OI), weight_OI.dtype
 
     def multiply(x_TI: Tensor) -> Tensor:
-        if len(x_TI) <= MANY_ROWS and _plain(weight_OI.dtype, x_TI):
-            return _few_rows_product(x_TI, packed, bias_O, outer, out_dtype, is_packed=True)
-        return product(x_TI, weight_OI, bias_O).to(out_dtype)
+        if len(x_TI) > MANY_ROWS or not _plain(dtype, x_TI):
+            return product(x_TI, weight_OI, bias_O)
+        return _few_rows_product(x_TI, packed, bias_O, outer, dtype, is_packed=True)
 
     return multiply
+
+
+def pack_head(weight_VD: Tensor) -> Callable[[Tensor], Tensor]:
+    """`logits`, likewise."""
+    packed, vocabulary, dtype = _packed(weight_VD), len(weight_VD), weight_VD.dtype
+
+    def multiply(hidden_BD: Tensor) -> Tensor:
+        if len(hidden_BD) > MANY_ROWS or not _plain(dtype, hidden_BD):
+            return logits(hidden_BD, weight_VD)
+        return _few_rows_product(hidden_BD, packed, None, vocabulary, torch.float32, is_packed=True)
+
+    return multiply
+
+
+def _packed(weight_OI: Tensor) -> Tensor:
+    library, (outer, inner), weight_OI = library_for(weight_OI.dtype), weight_OI.shape, weight_OI.contiguous()
+    assert library is not None
+    packed = weight_OI.new_empty(-(-outer // library.columns()) * library.columns(), inner)
+    library.pack(weight_OI.data_ptr(), packed.data_ptr(), inner, outer, torch.get_num_threads())
+    return packed
 
 
 def _few_rows_product(
@@ -125,7 +140,8 @@ def _few_rows_product(
     library = library_for(dtype)
     assert library is not None
     whole_vectors = -(-rows // _width(dtype)) * _width(dtype)
-    out_TO, wide_TI = x_TI.new_empty(rows, outer, dtype=out_dtype), torch.empty(whole_vectors, inner)
+    # Memory of tensors begins where vectors may.
+    out_TO, wide_TI = x_TI.new_empty(rows, outer, dtype=out_dtype), x_TI.new_empty(whole_vectors, inner, dtype=torch.float32)
     out = (out_TO.data_ptr(), None) if out_dtype == dtype else (None, out_TO.data_ptr())
     bias = None if bias_O is None else bias_O.data_ptr()
     arguments = (x_TI.data_ptr(), weight_OI.data_ptr(), bias, *out, wide_TI.data_ptr())

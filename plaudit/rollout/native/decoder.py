@@ -37,6 +37,8 @@ def addresses(model: PreTrainedModel) -> list[tuple[int, torch.dtype]]:
 
 
 class ModuleDecoder:
+    bytes_to_pack = 0
+
     def __init__(self, model: PreTrainedModel):
         self.model = model
         self._addresses: list[tuple[int, torch.dtype]] = []
@@ -44,8 +46,6 @@ class ModuleDecoder:
     def refresh(self, longest: int) -> bool:
         before, self._addresses = self._addresses, addresses(self.model)
         return self._addresses != before
-
-    weight_bytes = 0
 
     def prepack(self) -> None:
         """Does nothing: adapters and unknown layers stay as they are."""
@@ -89,8 +89,12 @@ class _Fused:
         weight = self.weight
         return split_k_product(x_TI, weight) if uses_split_k(x_TI, weight, self.bias) else self._times(x_TI, weight)
 
+    @property
+    def bytes_to_pack(self) -> int:
+        return 0 if isinstance(self._merged, QuantisedProduct) else self.weight.nbytes  # of those no copy is kept
+
     def prepack(self) -> None:
-        if not isinstance(self._merged, QuantisedProduct):  # of which no copy is kept
+        if self.bytes_to_pack:
             self.prepacked = prepack_linear(self.weight, self.bias)
 
 
@@ -150,8 +154,8 @@ class FusedDecoder:
         return [norm for norm in norms if norm is not None]
 
     @property
-    def weight_bytes(self) -> int:
-        return sum(weight_OI.nbytes for weight_OI in self.weights_OI)
+    def bytes_to_pack(self) -> int:
+        return sum(fused.bytes_to_pack for layer in self.layers for fused in layer.products)
 
     def prepack(self) -> None:
         for fused in (fused for layer in self.layers for fused in layer.products):

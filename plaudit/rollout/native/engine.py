@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from plaudit.errors import PlauditError
 from plaudit.models.heads import next_power_of_2
-from plaudit.models.memory import total_memory
+from plaudit.models.memory import PACKED_SHARE, total_memory
 from plaudit.rollout.engine import MAX_SEQUENCES, PREFILL_TOKENS, Engine, Request, Sampling, Weights
 from plaudit.rollout.lengths import require_lengths
 from plaudit.rollout.native.batch import (
@@ -76,10 +76,12 @@ class NativeEngine(Engine):
         block_tokens: int | None = None,
         drafts: bool = True,
         returns_memory: bool = True,
+        packs: bool = True,
     ):
         """Without a tokenizer, samples have no text. `reserved_bytes`: device memory that others hold while we sample;
-        `returns_memory`: whether they need what is unused afterwards."""
+        `returns_memory`: whether they need what is unused afterwards; `packs`: whether the weights may be copied meanwhile."""
         self.model, self.tokenizer, self.reserved_bytes, self.returns_memory = model, tokenizer, reserved_bytes, returns_memory
+        self.packs = packs
         self.end_tokens = end_tokens_of(model)
         self.forward = Forward(model)
         self.device = self.forward.shape.device
@@ -104,7 +106,7 @@ class NativeEngine(Engine):
             raise PlauditError("this engine is still generating: take all samples of the last call, or close it, first")
         self._busy = True
         try:
-            self.forward.begin(longest)
+            self.forward.begin(longest, PACKED_SHARE * self._unused_memory() if self.packs else 0.0)
             rows = min(sum(r.n for r in requests), self.max_sequences)
             cache, blocks = self._allocate_cache(rows, longest, requests, sampling)
             on_device = device_sampling(sampling, stopping.end_tokens, self.device, self._sampling_buffers)
@@ -157,9 +159,13 @@ class NativeEngine(Engine):
         return cache, cache.allocate(blocks, min_blocks=per_row + 1)
 
     def _cache_budget(self) -> int:
+        return int(CACHE_SHARE[self.device.type] * self._unused_memory())
+
+    def _unused_memory(self) -> int:
+        """What the weights and others leave of the device's memory, whatever is free just now."""
         tensors = (*self.model.parameters(), *self.model.buffers())
         weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return max(0, int(CACHE_SHARE[self.device.type] * (total_memory(self.device) - weights - self.reserved_bytes)))
+        return max(0, total_memory(self.device) - weights - self.reserved_bytes)
 
     def _rows_for(self, count: int) -> BatchRows:
         if self._rows is None or len(self._rows.state_RC) < rounded_rows(count):

@@ -16,7 +16,7 @@ from plaudit.rollout.native import cpu_ops, torch_ops
 from plaudit.rollout.native.attention import DecodeStep, PrefillStep
 from plaudit.rollout.native.batch import BatchRows, DeviceSampling
 from plaudit.rollout.native.cache import CacheShape, KVCache
-from plaudit.rollout.native.cpu_linear import PREPACK_AFTER_STEPS, copies_fit, prepack_head, prepacking_helps
+from plaudit.rollout.native.cpu_linear import PREPACK_AFTER_STEPS, prepack_head, prepacking_helps
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.graphs import DecodeGraphs, rounded_length
 from plaudit.rollout.native.scheduler import PrefillChunk
@@ -33,14 +33,16 @@ class Forward:
         self.decoder = FusedDecoder(model, self.shape.heads) if can_fuse(model) else ModuleDecoder(model)
         self.graphs = DecodeGraphs(self.shape.device, never_syncs=isinstance(self.decoder, FusedDecoder))
         self._prepacked_head: Callable[[Tensor], Tensor] | None = None
-        self._steps = 0  # that would have been faster with packed weights
+        self._steps, self._room = 0, 0.0  # steps that would have been faster with packed weights; bytes that these may take
 
     @property
     def head(self) -> Tensor:
         return self.model.get_output_embeddings().weight  # pyright: ignore
 
-    def begin(self, longest: int) -> None:
-        """Start a call of the engine: since the last one the weights may have changed or moved."""
+    def begin(self, longest: int, room_to_pack: float = 0.0) -> None:
+        """Start a call of the engine: since the last one the weights may have changed or moved. `room_to_pack`: bytes that packed
+        weights may take. What is free just now must not decide it: they change the last bits of results."""
+        self._room = room_to_pack
         if self.model.device != self.shape.device:
             raise PlauditError(f"the model was moved to {self.model.device} after its engine was built: build a new one")
         if self.model.dtype != self.shape.dtype:
@@ -74,7 +76,7 @@ class Forward:
         self._set_eval_mode()
         if self._steps < PREPACK_AFTER_STEPS and prepacking_helps(count, self.shape.device, self.shape.dtype):
             self._steps += 1
-            if self._steps == PREPACK_AFTER_STEPS and copies_fit(self.decoder.weight_bytes + self.head.nbytes):
+            if self._steps == PREPACK_AFTER_STEPS and self.decoder.bytes_to_pack + self.head.nbytes <= self._room:
                 self.decoder.prepack()
                 self._prepacked_head = prepack_head(self.head)
         on_gpu = self.shape.device.type == "cuda"

@@ -129,6 +129,19 @@ def test_in_bf16(tiny_models, monkeypatch):
     assert_same_with_oracle(engine_for(tiny_models["llama"], "bfloat16"), requests_of(), Sampling(24), monkeypatch)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_packed_weights(tiny_models, dtype, monkeypatch):
+    """They are packed while many sequences run; drafts begin when few are left."""
+    monkeypatch.setattr(cpu_ops, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(forward, "PREPACK_AFTER_STEPS", 2)
+    made, packed = engine_for(tiny_models["llama"], dtype), []
+    few, *_ = requests_of()
+    many = replace(few, prompt_id="many", n=9, max_new_tokens=4)
+    made.forward.decoder.prepack = lambda prepack=made.forward.decoder.prepack: packed.append(True) or prepack()
+    assert_same_with_oracle(made, [replace(few, n=2, max_new_tokens=24), many], Sampling(24), monkeypatch)
+    assert packed == [True, True], "once in each call"
+
+
 def test_samples_that_end_inside_a_draft(llama, monkeypatch):
     """Every fifth token ends a response, and drafts continue after it."""
     llama.end_tokens = frozenset(range(0, 300, 5))
