@@ -3,6 +3,7 @@
 Run with the side environment's Python: python bench/trl_side.py JOBS.json LOG.json
 """
 
+import gc
 import json
 import math
 import sys
@@ -65,6 +66,7 @@ def settings_of(job: dict, folder: Path) -> dict:
         "per_device_train_batch_size": job["rows_per_micro_batch"],
         "gradient_accumulation_steps": job["rows_per_step"] // job["rows_per_micro_batch"],
         "bf16": False,
+        "gradient_checkpointing": False,  # of models this small it only takes time
         "use_cpu": True,
         "logging_steps": 1,
         "save_strategy": "no",
@@ -136,6 +138,7 @@ def first_gradients(job: dict, folder: Path) -> list[dict[str, float]]:
 
 if __name__ == "__main__":
     jobs_file, log_file = map(Path, sys.argv[1:])
+    gc.freeze()  # accelerate searches all that is in memory for garbage after each training
     steps = [
         (first_gradients if job["stage"] == "grpo" else train)(job, log_file.parent) for job in json.loads(jobs_file.read_text())
     ]

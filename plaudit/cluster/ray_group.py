@@ -41,7 +41,7 @@ from plaudit.types import TOKEN_BYTES, RewardWorkers
 LISTEN_S = 1.0
 """How long an actor waits for something to relay."""
 PLACE_S = 30.0
-"""How long Ray may take to reserve what is free."""
+"""How long Ray may take to reserve what is free, if `cluster.timeout_s` is not less."""
 ACTOR_S = 120.0
 """How long all actors may take to start, which import plaudit from a shared disk."""
 SIGNAL_S = 1.0
@@ -152,9 +152,10 @@ class RayRankGroup(WatchedGroup):
         from ray.util import placement_group, placement_group_table
 
         self._placements.append(placement := placement_group(bundles, strategy=strategy))
-        if not placement.wait(PLACE_S):
+        within_s = min(PLACE_S, self._recipe.cluster.timeout_s)
+        if not placement.wait(within_s):
             has = describe_nodes(live_nodes(resource_of(self._recipe)), resource_of(self._recipe))
-            raise ProcessFailed(f"Ray could not reserve {need} within {PLACE_S:g} s; the cluster has {has}.")
+            raise ProcessFailed(f"Ray could not reserve {need} within {within_s:g} s; the cluster has {has}.")
         return {int(i): node for i, node in placement_group_table(placement)["bundles_to_node_id"].items()}
 
     def _start_workers(self, resource: str) -> RewardWorkers | None:

@@ -32,6 +32,7 @@ from plaudit.errors import StopRequested
 from plaudit.files import text_digest, weights_fingerprint
 from plaudit.hub import model_folder
 from plaudit.models.devices import resolve_device
+from plaudit.models.memory import total_memory
 from plaudit.models.trainable import load_policy, load_sampled
 from plaudit.recipe import RLDataSettings, RLRecipe
 from plaudit.report.activity import Activity
@@ -118,6 +119,8 @@ def train(loaded: LoadedRecipe, sources: dict[str, list[Source]], world: World) 
         own_weights = engine_kind.own_weights and not lag
         sampled = learner.policy.model if own_weights else load_sampled(recipe.model, learner.policy, copy=lag)
         reserved = learner.resident_bytes(sampled)
+        if world.device.type == "cpu" and world.local_size:  # the other processes' shares of the machine's memory
+            reserved += int(total_memory(world.device) * (1 - 1 / world.local_size))
         # A judge's server, even one that never sleeps, may be started again; a device may be several processes'.
         shares_device = bool(launched_models(recipe)) or (world.is_joined and world.through_host)
         setup = EngineSetup(recipe.rollout, sampled, template.tokenizer, sampling_world, reserved, run.folder, shares_device)

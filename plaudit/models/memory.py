@@ -100,6 +100,8 @@ class MemoryPlan:
     saved: float = 0.0
     """The complete model, on disk."""
     base_bits: Bits | None = None
+    packed: float = 0.0
+    """What the engine's packed weights take on a CPU: the output head, and linear layers that it has fused."""
 
     @property
     def resident_state(self) -> float:
@@ -197,6 +199,7 @@ def plan_memory(
         merged=merged_copies,
         saved=saved,
         base_bits=bits,
+        packed=size * (config.vocab_size * shape.hidden + (0 if bits or (recipe.lora and not merged) else counts.linears)),
     )
 
 

@@ -70,7 +70,7 @@ class TextGeneration(Inference[Item, Answer]):
         return load_policy(self._recipe, self.template, self.device).model.eval().requires_grad_(False)
 
     def attach(self, model: PreTrainedModel) -> None:
-        self.engine = NativeEngine(model, self.template.tokenizer, packs=False)  # the policy's engine may, at the same time
+        self.engine = NativeEngine(model, self.template.tokenizer, packs=False)  # what is judged together is up to chance
 
     def detach(self) -> None:
         self.engine = None

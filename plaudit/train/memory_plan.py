@@ -47,10 +47,11 @@ from plaudit.recipe.rollout import SERVED_ENGINES, EngineServerSettings
 from plaudit.recipe.training import micro_batch_tokens
 from plaudit.rewards.judges.model_rewards import ModelReward, find_all_model_rewards
 from plaudit.rollout.engine import MAX_SEQUENCES, PREFILL_TOKENS
+from plaudit.rollout.native.cpu_ops import multiplies_bf16
 from plaudit.rollout.native.drafts import STEP_ROWS
 from plaudit.train.processes import ALONE, Processes
 
-RESIDENT, SERVER = ": weights, resident", ": server"
+RESIDENT, SERVER, COPY = ": weights, resident", ": server", "engine: whole weights"
 SERVER_SHARES = {"vllm": 0.9, "sglang": 0.88}
 """Share of a GPU's memory that a launched server takes by default."""
 ASLEEP = 1.5e9
@@ -215,6 +216,7 @@ def _policy(recipe: TrainingRecipe, lengths: Lengths, device: torch.device, proc
     if isinstance(recipe, RLRecipe):
         _engine(recipe, lengths, device, plan, processes, here)
         _critic(recipe, lengths, device, processes, needs, policy_work=plan.work)
+        _packed_weights(recipe, device, plan, processes, here)
     if recipe.run.save_in_background:
         # Elastic: without it, training waits for a save. So this setting cannot change how many layers are checkpointed.
         needs["cpu"].append(Need("checkpoint: copy while it is written", always, 0.0, plan_checkpoint_copy(recipe, processes)))
@@ -235,7 +237,7 @@ def _engine(
     if recipe.rollout.lag or (processes.sharding == "full" and not served):
         adapters = 4 * policy.trainable if recipe.model.lora is not None else 0
         phases = PHASES if recipe.rollout.lag else ("sampling",)
-        here.append(Need("engine: whole weights", phases, policy.parameters * size + adapters, part="sampling"))
+        here.append(Need(COPY, phases, policy.parameters * size + adapters, part="sampling"))
     if served:
         _server(recipe.rollout.server, policy.parameters * size, device, processes, here)
         return
@@ -249,9 +251,20 @@ def _engine(
     adapters = recipe.model.lora is not None and not policy.merged
     working = plan_sampling(config, size, sequences=sequences, prefill_tokens=prefill, adapters=adapters)
     here.append(Need("engine: logits, prompts", ("sampling",), working, part="sampling"))
-    packed, left = policy.parameters * size, processes.available(device.type, device.type) - policy.weights - policy.state
-    if device.type == "cpu" and sequences > STEP_ROWS and not policy.base_bits and packed <= PACKED_SHARE * left:
-        here.append(Need("engine: packed weights", ("sampling",), 0.0, packed, part="sampling"))
+
+
+def _packed_weights(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, processes: Processes, here: list[Need]) -> None:
+    """The engine copies its weights on a CPU if they are a small part of what it knows to be left while it samples."""
+    if device.type != "cpu" or recipe.rollout.engine in SERVED_ENGINES:
+        return
+    by_onednn = resolve_dtype(recipe.model.dtype, device) == torch.bfloat16 and multiplies_bf16()  # for any number of rows
+    if not by_onednn and _concurrent_sequences(recipe, device, processes) <= STEP_ROWS:
+        return
+    held = [need for need in here if need.part in ("weights", "optimiser") or need.name == COPY]
+    left = processes.available(device.type, device.type) - sum(need.fixed for need in held if "sampling" in need.phases)
+    if policy.packed <= PACKED_SHARE * left:
+        phases = PHASES if recipe.rollout.lag else ("sampling",)
+        here.append(Need("engine: packed weights", phases, policy.packed, part="sampling"))
 
 
 def _server(server: EngineServerSettings, weights: float, device: torch.device, processes: Processes, here: list[Need]) -> None:

@@ -336,6 +336,20 @@ def test_merged_adapters_have_a_copy_of_their_weights(tiny_models):
     assert weights(LoraSettings(rank=4, dropout=0.1)) == weights()
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 4}, {"rank": 4, "dropout": 0.1}, {"rank": 4, "base_bits": 4}])
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_weights_are_those_that_the_engine_packs(tiny_models, tmp_path, tied, lora):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_models["qwen2"], folder)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, tie_word_embeddings=tied))
+    model.save_pretrained(folder)
+    engine = NativeEngine(load(folder, lora=lora).model, None)
+    engine.forward.decoder.refresh(16)
+    packed = engine.forward.decoder.bytes_to_pack + engine.forward.head.nbytes
+    settings = ModelSettings.model_validate({"path": str(folder), "lora": lora})
+    assert plan_memory(settings, torch.device("cpu"), micro_batch=1000).packed == packed
+
+
 @pytest.fixture
 def seven_billion(tmp_path) -> Path:
     """The config of Qwen2.5-7B; a plan needs nothing else."""

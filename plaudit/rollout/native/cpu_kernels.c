@@ -61,10 +61,10 @@ INLINE number store(float x) { return x; }
 INLINE vector load_vector(const number *at) { vector loaded; memcpy(&loaded, at, sizeof loaded); return loaded; }
 #endif
 
-#define FARTHEST 0x42AE0000u /* the bits of 87.0f, beyond which results are hardly fp32 numbers */
+#define FARTHEST 0x42AE0000u /* the bits of 87.0f: e^-88 is subnormal */
 INLINE float exp_of(float given) { /* 2^n · e^r, |r| ≤ log(2) / 2; within two units in the last place, and not beyond e^±87 */
-    /* Limits in integers: with `x < -87 ? -87 : x` compilers compute on with the constants, for all numbers, and get some so small that
-       a processor takes a hundred cycles for each. */
+    /* Limits in integers: with `x < -87 ? -87 : x` compilers compute on with the constants, for all numbers, and get subnormal ones, each
+       of which takes a processor a hundred cycles. */
     uint32_t bits = to_bits(given), size = bits & 0x7FFFFFFFu;
     float x = from_bits((size > FARTHEST ? FARTHEST : size) | (bits & 0x80000000u));
     float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* to the nearest integer */

@@ -5,7 +5,7 @@ itself. Its results are the same to the bit. Elsewhere `cpu_kernels.c` packs the
 weights as they are. Its sums have another order then, so a sample's last bits depend on how many others ran in the same call.
 
 A packed copy lives for one call of the engine, since the trainer changes the weights in between; within a call they must not
-change. Making it costs what it saves in eight decode steps (oneDNN's) or fifteen (ours). It is made after eight: most calls that
+change. Making it costs what it saves in eight decode steps (oneDNN's) or eighteen (ours). It is made after eight: most calls that
 take eight take dozens more.
 """
 

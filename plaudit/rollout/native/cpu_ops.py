@@ -104,6 +104,7 @@ def _width(dtype: torch.dtype) -> int:
 def pack(weight_OI: Tensor, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
     """`product` with a copy of the weights, in the order in which our kernel reads it. More than MANY_ROWS rows take no copy."""
     packed, outer, dtype = _packed(weight_OI), len(weight_OI), weight_OI.dtype
+    assert bias_O is None or _plain(dtype, bias_O)
 
     def multiply(x_TI: Tensor) -> Tensor:
         if len(x_TI) > MANY_ROWS or not _plain(dtype, x_TI):

@@ -40,6 +40,7 @@ from plaudit.rollout.native.batch import (
     device_sampling,
 )
 from plaudit.rollout.native.cache import KVCache
+from plaudit.rollout.native.cpu_ops import computes_products
 from plaudit.rollout.native.drafts import STEP_ROWS, Draft, Drafter
 from plaudit.rollout.native.forward import Forward
 from plaudit.rollout.native.graphs import rounded_rows
@@ -79,7 +80,8 @@ class NativeEngine(Engine):
         packs: bool = True,
     ):
         """Without a tokenizer, samples have no text. `reserved_bytes`: device memory that others hold while we sample;
-        `returns_memory`: whether they need what is unused afterwards; `packs`: whether the weights may be copied meanwhile."""
+        `returns_memory`: whether they need what is unused afterwards; `packs`: whether weights may be packed
+        on a CPU even where a sample's last bits then depend on how many others run."""
         self.model, self.tokenizer, self.reserved_bytes, self.returns_memory = model, tokenizer, reserved_bytes, returns_memory
         self.packs = packs
         self.end_tokens = end_tokens_of(model)
@@ -106,7 +108,7 @@ class NativeEngine(Engine):
             raise PlauditError("this engine is still generating: take all samples of the last call, or close it, first")
         self._busy = True
         try:
-            self.forward.begin(longest, PACKED_SHARE * self._unused_memory() if self.packs else 0.0)
+            self.forward.begin(longest, self._room_to_pack())
             rows = min(sum(r.n for r in requests), self.max_sequences)
             cache, blocks = self._allocate_cache(rows, longest, requests, sampling)
             on_device = device_sampling(sampling, stopping.end_tokens, self.device, self._sampling_buffers)
@@ -160,6 +162,10 @@ class NativeEngine(Engine):
 
     def _cache_budget(self) -> int:
         return int(CACHE_SHARE[self.device.type] * self._unused_memory())
+
+    def _room_to_pack(self) -> float:
+        may = self.packs or not computes_products(self.forward.shape.dtype)
+        return PACKED_SHARE * self._unused_memory() if may else 0.0
 
     def _unused_memory(self) -> int:
         """What the weights and others leave of the device's memory, whatever is free just now."""

@@ -794,7 +794,7 @@ def test_a_processor_that_cannot_prepack_samples_without(tiny_models, monkeypatc
 def test_packed_weights_do_not_change_samples(tiny_models, monkeypatch):
     """Half-precision models on a CPU use packed weights after a few steps: bitwise the same samples, and freed afterwards."""
     model = load_plain(tiny_models["qwen2"], dtype="bfloat16").model  # its linear layers have biases
-    engine = NativeEngine(model, load_tokenizer(str(tiny_models["qwen2"])))
+    engine = NativeEngine(model, load_tokenizer(str(tiny_models["qwen2"])), packs=False)  # as for judges: these change no bit
 
     def roll_out(pack_after: int) -> list[tuple[list[int], list[float]]]:
         monkeypatch.setattr(forward, "PREPACK_AFTER_STEPS", pack_after)
