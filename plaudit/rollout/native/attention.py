@@ -13,6 +13,7 @@ from plaudit.models.attention import attend_packed
 from plaudit.models.heads import Heads, Rotation
 from plaudit.rollout.native.batch import POSITION, TOKEN, BatchRows
 from plaudit.rollout.native.cache import KVCache
+from plaudit.rollout.native.prefixes import SharedPrefixes
 from plaudit.rollout.native.scheduler import PrefillChunk
 from plaudit.types import Batch
 
@@ -94,8 +95,9 @@ def _unpaged(blocks: Tensor) -> tuple[Tensor, Tensor]:
 class DecodeStep:
     """The newest token of each of the first `count` rows."""
 
-    def __init__(self, rows: BatchRows, count: int, cache: KVCache, longest: int, ops: Any):
-        self.cache, self.longest, self.ops = cache, longest, ops
+    def __init__(self, rows: BatchRows, count: int, cache: KVCache, longest: int, ops: Any, prefixes: SharedPrefixes | None = None):
+        self.cache, self.ops = cache, ops
+        self.options: dict[str, Any] = {"longest": longest} if prefixes is None else {"longest": longest, "prefixes": prefixes}
         self.tokens_T = rows.state_RC[:count, TOKEN]
         self.positions_T = rows.state_RC[:count, POSITION]
         self.rows_T = rows.indices_R[:count]
@@ -103,7 +105,7 @@ class DecodeStep:
     def attend_fused(
         self, layer: int, qkv_TE: Tensor, heads: Heads, rotation: Rotation, scale: float, window: int | None
     ) -> Tensor:
-        options = {"scale": scale, "window": window, "longest": self.longest}
+        options = {"scale": scale, "window": window, **self.options}
         return self.ops.rotate_and_attend(qkv_TE, heads, rotation, self.cache, layer, self.positions_T, **options)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
@@ -111,7 +113,7 @@ class DecodeStep:
         query_BHD, key_BKD, value_BKD = (x[0].transpose(0, 1) for x in (query, key, value))
         self.ops.write(key_BKD, value_BKD, self.cache, layer, self.rows_T, self.positions_T)
         scale = query_BHD.shape[-1] ** -0.5 if scaling is None else scaling
-        options = {"scale": scale, "window": window, "longest": self.longest}
+        options = {"scale": scale, "window": window, **self.options}
         return self.ops.attend(query_BHD, self.cache, layer, self.positions_T, **options).view(1, *query_BHD.shape)
 
 

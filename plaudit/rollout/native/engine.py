@@ -44,6 +44,7 @@ from plaudit.rollout.native.cpu_ops import computes_products
 from plaudit.rollout.native.drafts import STEP_ROWS, Draft, Drafter
 from plaudit.rollout.native.forward import Forward
 from plaudit.rollout.native.graphs import rounded_rows
+from plaudit.rollout.native.prefixes import SharedPrefixes, longest_shared
 from plaudit.rollout.native.scheduler import RunningSequence, Scheduler
 from plaudit.rollout.native.verify import verify_decode
 from plaudit.rollout.stopping import Stopping, end_tokens_of
@@ -78,12 +79,14 @@ class NativeEngine(Engine):
         drafts: bool = True,
         returns_memory: bool = True,
         packs: bool = True,
+        reads_prompts_once: bool = True,
     ):
         """Without a tokenizer, samples have no text. `reserved_bytes`: device memory that others hold while we sample;
         `returns_memory`: whether they need what is unused afterwards; `packs`: whether weights may be packed
-        on a CPU even where a sample's last bits then depend on how many others run."""
+        on a CPU even where a sample's last bits then depend on how many others run; `reads_prompts_once`: whether attention on a
+        GPU reads a prompt once for all of its samples where that is faster."""
         self.model, self.tokenizer, self.reserved_bytes, self.returns_memory = model, tokenizer, reserved_bytes, returns_memory
-        self.packs = packs
+        self.packs, self.reads_prompts_once = packs, reads_prompts_once
         self.end_tokens = end_tokens_of(model)
         self.forward = Forward(model)
         self.device = self.forward.shape.device
@@ -91,6 +94,7 @@ class NativeEngine(Engine):
         self.block_tokens = block_tokens or (self.forward.shape.gpu_block_tokens if self.device.type == "cuda" else None)
         self._rows: BatchRows | None = None
         self._cache: KVCache | None = None
+        self._prefixes: SharedPrefixes | None = None
         self._sampling_buffers: SamplingBuffers = {}
         self.preempted = 0
         """Preemptions of prompts and sequences in the last call."""
@@ -117,8 +121,8 @@ class NativeEngine(Engine):
                 requests, sampling, rows=rows, blocks=blocks, block_tokens=cache.block_tokens, prefill_tokens=prefill_tokens
             )
             drafter = Drafter() if self.drafts and cache.blocks_match_rows and self.forward.rows_are_independent else None
-            state = self._rows_for(max(rows, STEP_ROWS))
-            call = _Call(self.forward, scheduler, state, cache, on_device, stopping, self.version, self.on_step, drafter)
+            state, prefixes = self._rows_for(max(rows, STEP_ROWS)), self._prefixes_for(requests, rows, cache)
+            call = _Call(self.forward, scheduler, state, cache, on_device, stopping, self.version, self.on_step, drafter, prefixes)
             yield from call.run(STEPS_IN_FLIGHT[self.device.type])
             self.preempted, self.drafted, self.accepted = scheduler.preempted, call.drafted, call.accepted
         finally:
@@ -180,6 +184,19 @@ class NativeEngine(Engine):
         self._rows.clear()
         return self._rows
 
+    def _prefixes_for(self, requests: Sequence[Request], rows: int, cache: KVCache) -> SharedPrefixes | None:
+        if not (self.reads_prompts_once and self.forward.reads_shared_prefixes):
+            return None
+        longest = longest_shared([len(request.tokens) for request in requests if request.n > 1], cache.block_tokens)
+        if not longest:
+            return None
+        if self._prefixes is None or not self._prefixes.fits(rows, longest):
+            if self._prefixes is not None:  # never shrinks, as the cache
+                rows, longest = max(rows, self._prefixes.rows), max(longest, self._prefixes.longest)
+            self._prefixes = SharedPrefixes(rounded_rows(rows), longest, self.forward.shape.heads, self.device)
+            self.forward.graphs.clear()
+        return self._prefixes
+
 
 class _Call:
     """One call of `generate`."""
@@ -195,10 +212,12 @@ class _Call:
         version: int,
         on_step: Callable[[int], None],
         drafter: Drafter | None = None,
+        prefixes: SharedPrefixes | None = None,
     ):
         self.forward, self.scheduler, self.rows, self.cache = forward, scheduler, rows, cache
         self.sampling, self.stopping, self.version, self.on_step = sampling, stopping, version, on_step
         self.drafter, self.drafted, self.accepted = drafter, 0, 0
+        self.prefixes = prefixes
         self.launched: deque[LaunchedStep] = deque()
 
     def run(self, in_flight: int) -> Iterator[Sample]:
@@ -241,7 +260,8 @@ class _Call:
         sequences = scheduler.rows[:count]
         rows = sequences + [None] * (count - len(sequences)) + [draft.sequence for draft in drafts]
         count = len(rows)
-        self.forward.step(self.rows, count, self.cache, longest, self.sampling)
+        prefixes = self.prefixes if self.prefixes is not None and self.prefixes.save_time(self.cache) else None
+        self.forward.step(self.rows, count, self.cache, longest, self.sampling, prefixes)
         results, done = self.rows.results_R4[:count], None
         if results.is_cuda:
             pinned = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
@@ -282,6 +302,8 @@ class _Call:
     def _update_device(self) -> None:
         """Copy changed rows and block tables to the device."""
         scheduler = self.scheduler
+        if self.prefixes is not None and scheduler.changed_rows:
+            self.prefixes.update(scheduler.rows, self.cache.block_tokens)
         if scheduler.changed_rows:
             changes = [(row, *self._state(row)) for row in sorted(scheduler.changed_rows)]
             self.rows.update(changes)

@@ -19,6 +19,7 @@ from plaudit.rollout.native.cache import CacheShape, KVCache
 from plaudit.rollout.native.cpu_linear import PREPACK_AFTER_STEPS, prepack_head, prepacking_helps
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.graphs import DecodeGraphs, rounded_length
+from plaudit.rollout.native.prefixes import SharedPrefixes
 from plaudit.rollout.native.scheduler import PrefillChunk
 
 LOGIT_ROWS = 256  # rows whose logits are held at a time, on a GPU: 150 MB for a vocabulary of 152k
@@ -55,6 +56,11 @@ class Forward:
         self.decoder.drop_prepacked()
 
     @property
+    def reads_shared_prefixes(self) -> bool:
+        """Whether attention can read what rows share once for all of them."""
+        return self.decode_ops not in (cpu_ops, torch_ops)
+
+    @property
     def rows_are_independent(self) -> bool:
         """Whether drafts may be rows of a step: every row gets the same bits whatever the others are, as long as they are few, and
         sees the keys of all. Not on a GPU, where attention writes a row's key while other rows read."""
@@ -71,8 +77,12 @@ class Forward:
         self.decoder.hidden(PrefillStep(chunks, cache, self.ops))
 
     @torch.inference_mode()
-    def step(self, rows: BatchRows, count: int, cache: KVCache, longest: int, sampling: DeviceSampling) -> None:
-        """One token for each sequence in the first `count` rows: from its embedding to the next token, sampled."""
+    def step(
+        self, rows: BatchRows, count: int, cache: KVCache, longest: int, sampling: DeviceSampling,
+        prefixes: SharedPrefixes | None = None,
+    ) -> None:  # fmt: skip
+        """One token for each sequence in the first `count` rows: from its embedding to the next token, sampled. `prefixes`: read
+        those once for all rows that share them."""
         self._set_eval_mode()
         if self._steps < PREPACK_AFTER_STEPS and prepacking_helps(count, self.shape.device, self.shape.dtype):
             self._steps += 1
@@ -84,12 +94,13 @@ class Forward:
         chunk = LOGIT_ROWS if on_gpu else count
 
         def run() -> None:
-            hidden_BD = self.decoder.hidden(DecodeStep(rows, count, cache, longest, self.decode_ops))
+            hidden_BD = self.decoder.hidden(DecodeStep(rows, count, cache, longest, self.decode_ops, prefixes))
             for start in range(0, count, chunk):
                 at = slice(start, min(start + chunk, count))
                 self.decode_ops.draw_and_advance(self._logits(hidden_BD[at]), rows.state_RC[at], rows.results_R4[at], sampling)
 
-        self.graphs.run((count, longest, sampling.kind), run)
+        shared = None if prefixes is None else (prefixes.tiles, prefixes.longest)
+        self.graphs.run((count, longest, sampling.kind, shared), run)
 
     @torch.inference_mode()
     def logits(self, rows: BatchRows, count: int, cache: KVCache, longest: int) -> Tensor:

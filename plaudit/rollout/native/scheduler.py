@@ -38,6 +38,8 @@ class RunningSequence:
     device_row: int | None = None
     """The row it has in the device's state, if any."""
     blocks: list[int] = field(default_factory=list)
+    shared_blocks: int = 0
+    """How many of them, at the beginning, are those of its prompt, which all samples of the prompt have."""
 
     @property
     def position(self) -> int:
@@ -157,6 +159,7 @@ class Scheduler:
                 break
             sequence = job.sequences.popleft()
             sequence.blocks = [self.blocks.share(block) for block in job.blocks[:full]]
+            sequence.shared_blocks = full
             if partial is None:
                 sequence.blocks.append(self.blocks.allocate())
             elif last:

@@ -12,6 +12,7 @@ from plaudit.models.logprobs import target_logprobs
 from plaudit.models.trainable import load_model
 from plaudit.recipe import ModelSettings
 from plaudit.rollout.engine import Request, Sampling
+from plaudit.rollout.native import prefixes
 from plaudit.rollout.native.engine import NativeEngine
 from plaudit.types import Example
 
@@ -58,6 +59,33 @@ def test_sampler_and_trainer_agree_at_the_widths_of_large_models(count):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME)
     prepare_layers(model)
     assert_agreement(model, count, 90, 40)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(14, 2), (12, 2), (28, 4), (4, 4)])
+@pytest.mark.parametrize("size", [64, 128])
+def test_prompts_that_are_read_once_change_no_bit(monkeypatch, heads, kv_heads, size):
+    """Prompts of one block and of several stretches, samples of all lengths, so that rows move and tiles shrink."""
+    monkeypatch.setattr(prefixes, "WORTHWHILE_BYTES", 0)
+    config = Qwen2Config(
+        vocab_size=1000, hidden_size=heads * size, num_hidden_layers=2, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        intermediate_size=512, max_position_embeddings=4096, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME)
+    model.generation_config.eos_token_id = list(range(7))
+    prepare_layers(model)
+    rng = np.random.default_rng(0)
+    lengths = [40, 70, 257, 300, 513, 800, 1300, 1301, 1]
+    requests = [Request(f"p{i}", rng.integers(7, 1000, length), n=5 + i) for i, length in enumerate(lengths)]
+    found = []
+    for once in (False, True):
+        engine = NativeEngine(model, None, max_sequences=60, reads_prompts_once=once)
+        drawn = {(sample.prompt_id, sample.index): sample for sample in engine.generate(requests, Sampling(max_new_tokens=300))}
+        found.append([drawn[key] for key in sorted(drawn)])
+    for alone, together in zip(*found, strict=True):
+        assert np.array_equal(alone.tokens, together.tokens)
+        assert np.array_equal(alone.sampler_logprobs.view(np.int32), together.sampler_logprobs.view(np.int32))
 
 
 @pytest.mark.parametrize("kind", KINDS)

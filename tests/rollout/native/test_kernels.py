@@ -22,11 +22,13 @@ from plaudit.models import fused, logprobs
 from plaudit.models.heads import Heads, Rotation, block_tokens
 from plaudit.models.logprobs import token_logprobs
 from plaudit.models.products import PARTS, split_k_product, uses_split_k
-from plaudit.rollout.engine import Sampling
-from plaudit.rollout.native import sampler, torch_ops
+from plaudit.rollout.engine import Request, Sampling
+from plaudit.rollout.native import prefixes, sampler, torch_ops
 from plaudit.rollout.native.batch import AT_LIMIT, ENDED, IDLE, KEY, LIMIT, POSITION, RUNNING, TOKEN, WRITTEN, device_sampling
 from plaudit.rollout.native.cache import CacheShape, KVCache
 from plaudit.rollout.native.noise import gumbel, position_keys
+from plaudit.rollout.native.prefixes import SharedPrefixes
+from plaudit.rollout.native.scheduler import RunningSequence
 from support.interpreter import DEVICE, KERNELS, SHARED, interpreter, is_swapped
 
 with interpreter():
@@ -304,19 +306,24 @@ def test_write(ops, dtype, seed):
 
 
 class Past:
-    """Queries, and a cache that holds numbers only where they may attend."""
+    """Queries, and a cache that holds numbers only where they may attend. `shared`: some rows have their first blocks in common."""
 
-    def __init__(self, seed: int, dtype: torch.dtype):
+    def __init__(self, seed: int, dtype: torch.dtype, *, shared: bool = False):
         pick, g = random.Random(1000 + seed), generator(seed)
         kv = pick.choice([1, 1, 2, 3])
         group, size = pick.choice([1, 2, 3, 5, 7, 8, 16, 20]), pick.choice(SIZES)
         self.heads, self.block = Heads(kv * group, kv, size), pick.choice([16, 32, 64])
-        blocks_per_row, count = pick.choice([1, 3, 5, 6]), pick.randint(1, 3)
+        blocks_per_row, count = (3, pick.randint(3, 5)) if shared else (pick.choice([1, 3, 5, 6]), pick.randint(1, 3))
         longest = blocks_per_row * self.block
         # At the edges of blocks and of parts, and at random.
         lengths = [1, longest, self.block, self.block + 1, 2 * self.block, pick.randint(1, longest), pick.randint(1, longest)]
         self.lengths = [min(pick.choice(lengths), longest) for _ in range(count)] + [0]
         pick.shuffle(self.lengths)
+        # Rows of one prompt, in no order, some of which have ended: their blocks are those of the first.
+        self.shared_blocks = pick.randint(1, blocks_per_row - 1) if shared else 0
+        self.prompt = pick.sample(range(len(self.lengths)), pick.randint(2, count)) if shared else []
+        for row in self.prompt:
+            self.lengths[row] = pick.choice([0, longest, *[pick.randint(self.shared_blocks * self.block + 1, longest)] * 3])
         self.longest = max(*self.lengths, pick.randint(1, longest))
         self.positions = strided([length - 1 for length in self.lengths])
         self.layer, self.scale = pick.randrange(LAYERS), pick.choice([size**-0.5, 1.0])
@@ -324,6 +331,10 @@ class Past:
         self.rows = len(self.lengths)
         cache = self.cache = cache_of(self.heads, self.block, self.rows + 1, blocks_per_row, dtype, seed)
         self.keys, self.values = (torch.randn(self.rows, kv, longest, size, generator=g).to(dtype) for _ in range(2))
+        for row in self.prompt[1:]:
+            cache.block_tables[row, : self.shared_blocks] = cache.block_tables[self.prompt[0], : self.shared_blocks]
+            for x in (self.keys, self.values):
+                x[row, :, : self.shared_blocks * self.block] = x[self.prompt[0], :, : self.shared_blocks * self.block]
         for row, length in enumerate(self.lengths):
             for at in range(length):
                 place = cache.memory[int(cache.block_tables[row, at // self.block]), self.layer, :, :, at % self.block]
@@ -354,10 +365,20 @@ class Past:
         times = max(1.0, self.size * self.scale * self.heads.size**0.5) * 2
         close(out.cpu()[used], self.expected()[used], dtype, times=times if dtype == torch.float32 else 2)
 
-    def attend(self, ops: ModuleType) -> Tensor:
-        return ops.attend(
-            self.query, self.cache, self.layer, self.positions, scale=self.scale, window=self.window, longest=self.longest
-        )
+    def attend(self, ops: ModuleType, **more) -> Tensor:
+        options = {"scale": self.scale, "window": self.window, "longest": self.longest, **more}
+        return ops.attend(self.query, self.cache, self.layer, self.positions, **options)
+
+    def shared_prefixes(self) -> SharedPrefixes:
+        """As the engine makes them: it does not know yet which rows have just ended."""
+        sequences: list[RunningSequence | None] = [None] * self.rows
+        for row in self.prompt:
+            blocks = self.cache.block_tables[row].tolist()
+            request = Request("p", np.zeros(1, dtype=np.int64), n=len(self.prompt))
+            sequences[row] = RunningSequence(request, row, 1, 0, blocks=blocks, shared_blocks=self.shared_blocks)
+        prefixes = SharedPrefixes(self.rows, self.shared_blocks * self.block + 100, self.heads, DEVICE)
+        prefixes.update(sequences, self.block)
+        return prefixes
 
 
 @shapes_of_each_dtype(6)
@@ -374,6 +395,48 @@ def test_attend(dtype, seed, monkeypatch):
     for programs in (1, 512):
         monkeypatch.setattr(kernels.attention, "PROGRAMS", programs)
         assert torch.equal(past.attend(kernels)[used], found[used]), "bitwise equal, however the work is split"
+
+
+@shapes_of_each_dtype(6)
+def test_attend_to_shared_prefixes(dtype, seed, monkeypatch):
+    """Read once for all rows of a prompt: the result of reading them row by row. On a GPU to the bit; in the interpreter, numpy
+    decides the order of sums."""
+    past, pick = Past(100 + seed, dtype, shared=True), random.Random(seed)
+    stretch = past.block * pick.choice([1, 2, 4])
+    monkeypatch.setattr(kernels.attention, "STRETCH", stretch)
+    monkeypatch.setattr(kernels.attention, "MOST_PREFIX_PARTS", pick.choice([1, 2, 8]))
+    monkeypatch.setattr(kernels.attention, "MOST_TOKENS", stretch * pick.choice([1, 2, 8]))
+    used = past.positions >= 0
+    tiles = past.shared_prefixes()
+    assert tiles.unread_tokens >= len(past.prompt) // 2 * past.shared_blocks * past.block
+    for programs in (1, 512):  # in one part, and in many
+        monkeypatch.setattr(kernels.attention, "PROGRAMS", programs)
+        alone, together = past.attend(kernels), past.attend(kernels, prefixes=tiles)
+        past.check(together, dtype)
+        if DEVICE.type == "cuda":
+            assert torch.equal(together[used], alone[used])
+
+
+def test_prefixes_are_not_read_again(monkeypatch):
+    """Keys that a tile has read for its rows are not read by the rows: they may be anything by then."""
+    monkeypatch.setattr(kernels.attention, "PROGRAMS", 1)
+    past = next(
+        p for p in (Past(seed, torch.float32, shared=True) for seed in range(100)) if p.window is None and p.heads.query < 8
+    )
+    tiles = past.shared_prefixes()
+    started = kernels.attention._attend_prefix
+
+    class Spy:
+        def __getitem__(self, grid):
+            def launch(*args, **options):
+                started[grid](*args, **options)
+                blocks = past.cache.block_tables[past.prompt[0], : past.shared_blocks].long()
+                past.cache.memory[blocks] = math.nan
+
+            return launch
+
+    monkeypatch.setattr(kernels.attention, "_attend_prefix", Spy())
+    past.check(past.attend(kernels, prefixes=tiles), torch.float32)
 
 
 @shapes_of_each_dtype(8)
@@ -1019,12 +1082,14 @@ def test_the_engine_samples_the_same_with_kernels(tiny_models, monkeypatch, kind
     """As on a GPU, but without graphs: the same samples as in torch, with rows that come and go and shared blocks."""
     from plaudit.models.trainable import load_model
     from plaudit.recipe import ModelSettings
-    from plaudit.rollout.engine import Request
     from plaudit.rollout.native import forward
     from plaudit.rollout.native.engine import NativeEngine
 
-    sizes = [(18, 2, 2), (1, 1, 4), (5, 1, 3)]  # prompt length, number of samples, new tokens
+    sizes = [(18, 2, 3), (1, 1, 4), (5, 1, 3)]  # prompt length, number of samples, new tokens
     requests = [Request(f"p{i}", np.arange(length) % 300, n=n, max_new_tokens=new) for i, (length, n, new) in enumerate(sizes)]
+    shares, decide = [], SharedPrefixes.save_time
+    monkeypatch.setattr(prefixes, "WORTHWHILE_BYTES", 0)
+    monkeypatch.setattr(SharedPrefixes, "save_time", lambda self, cache: shares.append(decide(self, cache)) or shares[-1])
     sampling = Sampling(max_new_tokens=8, seed=3, **settings)
     monkeypatch.setattr(sampler, "TILE", 64)
 
@@ -1040,6 +1105,8 @@ def test_the_engine_samples_the_same_with_kernels(tiny_models, monkeypatch, kind
     for key, sample in found.items():
         assert sample.tokens.tolist() == expected[key].tokens.tolist()
         assert np.abs(sample.sampler_logprobs - expected[key].sampler_logprobs).max() < 1e-5
+    assert any(shares), "the first prompt is read once for its two samples"
+    assert not all(shares), "the others have no block to share"
 
 
 @pytest.mark.slow

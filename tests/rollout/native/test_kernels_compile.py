@@ -66,10 +66,17 @@ for capability in (80, 90):
         tuned = {"num_warps": warps, "num_stages": attention.STAGES} | NO_FP_FUSION
         # All three take a quarter of a minute; elsewhere the one that has everything.
         usual = capability == 90 and dtype == "bf16" and size < 256
-        for rotate, split, window in ((True, True, True), (True, False, False), (False, True, False))[: 3 if usual else 1]:
+        variants = ((True, True, True, False), (True, False, False, False), (False, True, False, False), (True, False, False, True))
+        for rotate, split, window, shared_prefixes in variants[: 4 if usual else 1]:
             constants = shape | {"KV": kv, "ROWS": 16, "ROTATE": rotate, "SPLIT": split, "WINDOW": window}
-            parts = {"parts_ptr": "*fp32" if split else "*" + dtype, "sums_ptr": "*fp32" if split else "*" + dtype}
-            compiled(attention._attend, dtype, capability, constants, tuned, **parts)
+            kept = "*fp32" if split or shared_prefixes else "*" + dtype
+            parts = {"parts_ptr": kept, "sums_ptr": kept, "shared_ptr": "*i32" if shared_prefixes else "*i64"}
+            compiled(attention._attend, dtype, capability, constants | {"SHARED": shared_prefixes}, tuned, **parts)
+        if usual:
+            samples = {"SAMPLES": 64 // (heads // kv), "ROWS": 64, "PARTS": 8, "ROTATE": True}
+            parts = {"tiles_ptr": "*i32", "parts_ptr": "*fp32", "sums_ptr": "*fp32"}
+            tiled = {"num_warps": attention.PREFIX_WARPS, "num_stages": attention.STAGES} | NO_FP_FUSION
+            compiled(attention._attend_prefix, dtype, capability, shape | samples, tiled, **parts)
         combine = {"HEADS": heads, "D": size, "WIDTH": size, "STRETCH": 256, "WINDOW": False}
         compiled(attention._combine, dtype, capability, combine, {"num_warps": 1} | NO_FP_FUSION, parts_ptr="*fp32")
         tuned = {"num_warps": packed.WARPS, "num_stages": packed.STAGES} | NO_FP_FUSION
@@ -160,8 +167,8 @@ def test_all_kernels_compile(found):
         "models_attend", "models_add", "models_add_norm", "models_norm_backward", "models_swiglu", "models_swiglu_backward",
         "models_join_parts", "models_rotate", "models_norm_heads", "models_sum_copies", "models_sum_tiles", "models_settle",
         "models_gradients", "models_merge", "models_dequantise_merge", *HOPPER_ONLY,
-        "rollout_attend", "rollout_combine", "rollout_write", "rollout_read", "rollout_accept", "rollout_settle",
-        "rollout_peaks", "rollout_choose", "rollout_kth",
+        "rollout_attend_prefix", "rollout_attend", "rollout_combine", "rollout_write", "rollout_read", "rollout_accept",
+        "rollout_settle", "rollout_peaks", "rollout_choose", "rollout_kth",
     }  # fmt: skip
     assert all(entry["cubin"] > 1000 for entry in found)
     assert all(entry["shared"] < 99_000 for entry in found if entry["kernel"] not in HOPPER_ONLY), "or some GPUs could not run it"
@@ -187,7 +194,7 @@ def test_a_row_is_written_after_the_last_barrier(found):
 
 def test_the_cache_is_read_in_copies_of_16_bytes(found):
     for entry in found:
-        if entry["kernel"] == "rollout_attend":
+        if entry["kernel"] in ("rollout_attend", "rollout_attend_prefix"):
             assert "0x10" in entry["copies"], entry
 
 

@@ -16,11 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plaudit.models.heads import Heads
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native.batch import AT_LIMIT, EMPTY_ROW, ENDED, IDLE, KEY, LIMIT, POSITION, RUNNING, TOKEN, WRITTEN
 from plaudit.rollout.native.blocks import BlockAllocator
 from plaudit.rollout.native.engine import _blocks_needed, _Call
 from plaudit.rollout.native.graphs import rounded_rows
+from plaudit.rollout.native.prefixes import SharedPrefixes, longest_shared
 from plaudit.rollout.native.scheduler import PrefillChunk, RunningSequence, Scheduler
 from plaudit.seeding import stable_seed
 from plaudit.types import Sample
@@ -100,6 +102,8 @@ class Setting:
 
 
 class Cache:
+    shape = SimpleNamespace(bytes_per_token=1 << 30, layers=1)  # so much that a prefix is always read only once
+
     def __init__(self, setting: Setting):
         self.block_tokens, self.blocks_match_rows = setting.block_tokens, setting.blocks_match_rows
         self.block_tables = np.full((setting.rows, setting.per_row), -1)
@@ -139,6 +143,7 @@ class Forward:
         self.setting, self.tokens_read, self.steps = setting, 0, 0
         self.answers = {answer.key: answer for answer in setting.answers}
         self.drawn: set[tuple[int, int]] = set()
+        self.most_tiles = 0
 
     def prefill(self, chunks: Sequence[PrefillChunk], cache: Cache) -> None:
         assert sum(chunk.end - chunk.begin for chunk in chunks) <= self.setting.prefill_tokens
@@ -152,21 +157,43 @@ class Forward:
                 cache.write(chunk.job.blocks, at, known[at])
             self.tokens_read += chunk.end - chunk.begin
 
-    def step(self, rows: BatchRows, count: int, cache: Cache, longest: int, draw: object) -> None:
+    def step(
+        self, rows: BatchRows, count: int, cache: Cache, longest: int, draw: object, prefixes: SharedPrefixes | None
+    ) -> None:  # fmt: skip
         self.steps += 1
         assert self.steps <= self.setting.max_steps
         used = [row for row in range(count) if rows.state[row][POSITION] >= 0]
         for row in used:
             cache.write(cache.block_tables[row], rows.state[row][POSITION], rows.state[row][TOKEN])
+        read_for_rows = self.read_prefixes(rows, cache, prefixes)
         for row in used:
             _, position, key, written, limit = rows.state[row]
             answer = self.answers[key]
+            in_tile = read_for_rows.get(row, [])
+            assert in_tile == answer.seen_at(written)[: len(in_tile)]
+            assert len(in_tile) <= position, "a row reads at least its newest token"
+            assert prefixes is None or len(in_tile) == prefixes.tokens_R[row]
             blocks = [row] if cache.blocks_match_rows else cache.block_tables[row]
             assert cache.read(blocks, position + 1) == answer.seen_at(written)
             assert position < longest
             assert limit == answer.limit
         for row in range(count):
             rows.results_R4[row] = torch.tensor(self._draw(rows.state[row]) if row in used else (IDLE, 0, 0, 0))
+
+    def read_prefixes(self, rows: BatchRows, cache: Cache, prefixes: SharedPrefixes | None) -> dict[int, list[int | None]]:
+        """What tiles read for each of their rows."""
+        found: dict[int, list[int | None]] = {}
+        if prefixes is None:
+            return found
+        tiles = [tile for tile in prefixes.tiles_TS[: prefixes.tiles].tolist() if tile[0]]
+        assert not prefixes.tiles_TS[prefixes.tiles :, 0].any(), "none is beyond those that are launched"
+        self.most_tiles = max(self.most_tiles, len(tiles))
+        for shared, *of_tile in tiles:
+            some_rows = [row for row in of_tile if row >= 0]
+            assert len(some_rows) > 1
+            assert not found.keys() & set(some_rows), "a row is in one tile"
+            found |= dict.fromkeys(some_rows, cache.read(cache.block_tables[of_tile[0]], shared))
+        return found
 
     def _draw(self, state: list[int]) -> tuple[int, int, int, int]:
         answer = self.answers[state[KEY]]
@@ -299,7 +326,11 @@ def simulate(setting: Setting) -> Outcome:
     scheduler, forward = CheckedScheduler(setting), Forward(setting)
     stopping = Stopping(setting.answers)
     new_tokens: list[int] = []
-    call = _Call(forward, scheduler, BatchRows(setting), Cache(setting), None, stopping, 7, new_tokens.append)  # pyright: ignore
+    prefixes = None
+    if longest := longest_shared([len(r.tokens) for r in setting.requests], setting.block_tokens):
+        prefixes = SharedPrefixes(setting.rows, longest, Heads(20, 1, 16), torch.device("cpu"))  # three rows to a tile
+    state, cache = BatchRows(setting), Cache(setting)
+    call = _Call(forward, scheduler, state, cache, None, stopping, 7, new_tokens.append, None, prefixes)  # pyright: ignore
     outcome = Outcome(scheduler, forward)
     outcome.samples += call.run(0 if setting.device == "cpu" else 1)
     assert sum(new_tokens) >= sum(map(len, outcome.samples)), "every step is reported"
@@ -415,6 +446,33 @@ def test_samples_of_a_prompt_share_its_full_blocks():
     for sequence in scheduler.rows[:3]:
         scheduler.remove(sequence)
     assert scheduler.blocks.free == 100
+
+
+def test_tiles_of_rows_that_share_a_prefix():
+    """Seven samples with two full blocks in common, at most three to a tile; one without siblings and one without a full block."""
+    scheduler = scheduler_of(answers_of((11, 7, 5, [6]), (11, 1, 5, [6]), (4, 2, 5, [6])), rows=16, prefill_tokens=100)
+    scheduler.next_chunks()
+    scheduler.start()
+    assert longest_shared([11, 4], block_tokens=4) == 8
+    assert longest_shared([4, 1], block_tokens=4) == 0
+    prefixes = SharedPrefixes(16, 8, Heads(20, 1, 16), torch.device("cpu"))
+    prefixes.update(scheduler.rows, 4)
+    assert prefixes.tiles_TS[: prefixes.tiles].tolist() == [[8, 0, 1, 2], [8, 3, 4, -1], [8, 5, 6, -1], [0, 0, 0, 0]]
+    assert prefixes.tokens_R.tolist() == [8] * 7 + [0] * 9
+    assert prefixes.unread_tokens == (2 + 1 + 1) * 8
+    for row in (0, 2, 3, 4, 6):
+        scheduler.remove(scheduler.rows[row])
+    prefixes.update(scheduler.rows, 4)
+    assert prefixes.tiles_TS[: prefixes.tiles].tolist() == [[8, 1, 5, -1]]
+    scheduler.remove(scheduler.rows[1])
+    prefixes.update(scheduler.rows, 4)
+    assert (prefixes.tiles, prefixes.unread_tokens, int(prefixes.tokens_R.sum())) == (0, 0, 0)
+
+
+def test_rows_read_a_prefix_once_while_others_come_and_go():
+    answers = answers_of(*[(9 + 4 * i, 5, 9, [3, 10, 6, 2, 10]) for i in range(6)])
+    outcome = simulate(Setting(answers, 17, 4, device="cuda"))
+    assert outcome.forward.most_tiles >= 5
 
 
 def test_prompts_are_prefilled_in_chunks():

@@ -2,6 +2,8 @@
 
 A program reads one sequence's keys and values for one key-value head, once for all query heads that share it, block by block
 through the block table. Long sequences are split among programs at stretch boundaries, and a second kernel combines the results.
+The blocks that the samples of a prompt share are read first, once for all of them, by a kernel of their own: it leaves the state
+after each stretch, from which a sample's program continues with its own blocks.
 Blocks and stretches are always added up in training's order (models/kernels/attention.py), so the bits are the same.
 """
 
@@ -20,10 +22,12 @@ from plaudit.models.kernels.attention import LOG2_E, STRETCH, attend_block, merg
 from plaudit.models.kernels.compile_options import NO_FP_FUSION
 from plaudit.models.kernels.layers import norm_heads
 from plaudit.rollout.native.cache import KVCache
+from plaudit.rollout.native.prefixes import TILE_QUERIES, SharedPrefixes
 
 FEWEST_QUERY_ROWS = 16  # of a tensor core tile
 BYTES_PER_WARP = 4096  # of queries: one warp holds 16 heads of size up to 128 in bf16, so that no warp waits for another
 STAGES = 3
+PREFIX_WARPS, MOST_PREFIX_PARTS = 4, 8
 MOST_PARTS = 32
 PROGRAMS, MOST_TOKENS = 512, 1024  # at least as many programs; at most as many tokens per part
 
@@ -50,58 +54,65 @@ def warps_for(rows: int, width: int, size: int) -> int:
 
 
 def attend(
-    query_BHD: Tensor, cache: KVCache, layer: int, positions_B: Tensor, *, scale: float, window: int | None, longest: int
-) -> Tensor:
-    return _launch(query_BHD, cache, layer, positions_B, scale, window, longest)
+    query_BHD: Tensor, cache: KVCache, layer: int, positions_B: Tensor,
+    *, scale: float, window: int | None, longest: int, prefixes: SharedPrefixes | None = None,
+) -> Tensor:  # fmt: skip
+    return _launch(query_BHD, cache, layer, positions_B, scale, window, longest, prefixes)
 
 
 def rotate_and_attend(
     qkv_BE: Tensor, heads: Heads, rotation: Rotation, cache: KVCache, layer: int, positions_B: Tensor,
-    *, scale: float, window: int | None, longest: int,
+    *, scale: float, window: int | None, longest: int, prefixes: SharedPrefixes | None = None,
 ) -> Tensor:  # fmt: skip
     norm_heads(qkv_BE, heads, rotation.query_norm, rotation.key_norm, rotation.eps)
     query_BHD = qkv_BE.view(len(qkv_BE), -1, heads.size)[:, : heads.query]
-    return _launch(query_BHD, cache, layer, positions_B, scale, window, longest, rotation)
+    return _launch(query_BHD, cache, layer, positions_B, scale, window, longest, prefixes, rotation)
 
 
 def _launch(
     query_BHD: Tensor, cache: KVCache, layer: int, positions_B: Tensor,
-    scale: float, window: int | None, longest: int, rotation: Rotation | None = None,
+    scale: float, window: int | None, longest: int, prefixes: SharedPrefixes | None, rotation: Rotation | None = None,
 ) -> Tensor:  # fmt: skip
     B, heads, size = query_BHD.shape
     split = split_for(B, cache.kv_heads, longest)
-    rows, width = max(FEWEST_QUERY_ROWS, next_power_of_2(heads // cache.kv_heads)), next_power_of_2(size)
+    group, width = heads // cache.kv_heads, next_power_of_2(size)
+    rows = max(FEWEST_QUERY_ROWS, next_power_of_2(group))
+    prefixes = None if window is not None else prefixes  # a window may begin inside a prefix
     out_BE = torch.empty(B, heads * size, dtype=query_BHD.dtype, device=query_BHD.device)
-    stretches = -(-split.parts * split.tokens // STRETCH)
-    if split.parts == 1:
-        parts = sums = out_BE
-    else:
+    of_prefixes = 0 if prefixes is None else -(-prefixes.longest // STRETCH)
+    stretches = of_prefixes if split.parts == 1 else -(-split.parts * split.tokens // STRETCH)
+    if stretches:
         parts = torch.empty(B, heads, stretches, size, dtype=torch.float32, device=query_BHD.device)
         sums = torch.empty(B, heads, stretches, 2, dtype=torch.float32, device=query_BHD.device)
+    else:
+        parts = sums = out_BE
     turn = rotation or Rotation(query_BHD, query_BHD)  # placeholders that the kernel does not read
-    constants = {"HEADS": heads, "D": size, "WIDTH": width, "STRETCH": STRETCH, "WINDOW": window is not None}
-    _attend[(B, cache.kv_heads, split.parts)](
+    constants = {"HEADS": heads, "D": size, "WIDTH": width, "STRETCH": STRETCH}
+    shape = constants | {"GROUP": group, "BLOCK": cache.block_tokens, "ROTATE": rotation is not None}
+    inputs = (
         query_BHD, query_BHD.stride(0), query_BHD.stride(1), turn.cos, turn.sin,
         cache.anchor, cache.base, cache.block_tables, cache.block_tables.stride(0),
-        cache.strides[0], layer * cache.strides[1], cache.strides[2],
-        positions_B, positions_B.stride(0), out_BE, parts, sums, scale * LOG2_E, window or 0, stretches, split.tokens,
-        KV=cache.kv_heads, GROUP=heads // cache.kv_heads, ROWS=rows, BLOCK=cache.block_tokens,
-        ROTATE=rotation is not None, SPLIT=split.parts > 1, **constants,
+        cache.strides[0], layer * cache.strides[1], cache.strides[2], positions_B, positions_B.stride(0),
+    )  # fmt: skip
+    if prefixes is not None:
+        prefix_parts = min(of_prefixes, MOST_PREFIX_PARTS)
+        _attend_prefix[(prefixes.tiles, cache.kv_heads, prefix_parts)](
+            *inputs, prefixes.tiles_TS, parts, sums, scale * LOG2_E, stretches,
+            SAMPLES=prefixes.samples_per_tile, ROWS=TILE_QUERIES, PARTS=prefix_parts, **shape,
+            num_warps=PREFIX_WARPS, num_stages=STAGES, **NO_FP_FUSION,
+        )  # fmt: skip
+    shared_B = positions_B if prefixes is None else prefixes.tokens_R
+    _attend[(B, cache.kv_heads, split.parts)](
+        *inputs, shared_B, out_BE, parts, sums, scale * LOG2_E, window or 0, stretches, split.tokens,
+        KV=cache.kv_heads, ROWS=rows, SPLIT=split.parts > 1, SHARED=prefixes is not None, WINDOW=window is not None, **shape,
         num_warps=warps_for(rows, width, query_BHD.element_size()), num_stages=STAGES, **NO_FP_FUSION,
     )  # fmt: skip
     if split.parts > 1:
+        window_too = {"WINDOW": window is not None}
         _combine[(B, heads)](
-            parts,
-            sums,
-            positions_B,
-            positions_B.stride(0),
-            out_BE,
-            window or 0,
-            stretches,
-            **constants,
-            num_warps=1,
-            **NO_FP_FUSION,
-        )
+            parts, sums, positions_B, positions_B.stride(0), out_BE, window or 0, stretches,
+            **constants, **window_too, num_warps=1, **NO_FP_FUSION,
+        )  # fmt: skip
     return out_BE
 
 
@@ -124,12 +135,68 @@ def _keep_stretch(parts_ptr, sums_ptr, place, inside, used, at, best, total, out
 
 
 @triton.jit
+def _kept_stretch(parts_ptr, sums_ptr, place, inside, used, at, D: tl.constexpr):
+    """What `_keep_stretch` stored; the state before any key where nothing is used."""
+    best = tl.load(sums_ptr + place * 2, mask=used, other=-float("inf"))
+    total = tl.load(sums_ptr + place * 2 + 1, mask=used, other=0.0)
+    out = tl.load(parts_ptr + place[:, None] * D + at[None, :], mask=inside, other=0.0)
+    return best, total, out
+
+
+@triton.jit
+def _attend_prefix(
+    query_ptr, query_stride, query_head_stride, cos_ptr, sin_ptr,
+    anchor_ptr, base_ptr, tables_ptr, tables_stride, block_stride, layer_offset, value_offset,
+    positions_ptr, positions_stride, tiles_ptr, parts_ptr, sums_ptr, scale, stretches,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    SAMPLES: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, STRETCH: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """Each program: the queries of one tile's samples for one key-value head, and every PARTS-th stretch of their prefix."""
+    tile_ptr = tiles_ptr + tl.program_id(0) * (1 + SAMPLES)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    shared = tl.load(tile_ptr)
+    if part * STRETCH >= shared:
+        return
+    row = tl.arange(0, ROWS)
+    at = tl.arange(0, WIDTH)
+    token = tl.arange(0, BLOCK)
+    sequence = tl.load(tile_ptr + 1 + row // GROUP, mask=row // GROUP < SAMPLES, other=-1).to(tl.int64)
+    position = tl.load(positions_ptr + sequence * positions_stride, mask=sequence >= 0, other=-1).to(tl.int64)
+    used = position >= 0
+    inside = used[:, None] & (at[None, :] < D)
+    head = kv_head * GROUP + row % GROUP
+    query_place = query_ptr + sequence[:, None] * query_stride + head[:, None] * query_head_stride
+    if ROTATE:
+        turned_at = tl.maximum(position, 0)[:, None]
+        query = _rotated(query_place, at[None, :], inside, turned_at, cos_ptr, sin_ptr, D, query_ptr.dtype.element_ty)
+    else:
+        query = tl.load(query_place + at[None, :], mask=inside, other=0.0)
+    keys_ptr = anchor_ptr + tl.multiple_of(tl.load(base_ptr), 16) + layer_offset + kv_head * (BLOCK * D)
+    table_ptr = tables_ptr + tl.load(tile_ptr + 1).to(tl.int64) * tables_stride  # all samples' tables begin alike
+    for stretch in tl.range(part, tl.cdiv(shared, STRETCH), PARTS):  # pyright: ignore[reportGeneralTypeIssues]
+        best = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        out = tl.zeros([ROWS, WIDTH], tl.float32)
+        for start in tl.range(stretch * STRETCH, tl.minimum(shared, stretch * STRETCH + STRETCH), BLOCK):
+            block_place = keys_ptr + tl.load(table_ptr + start // BLOCK).to(tl.int64) * block_stride
+            key = tl.load(block_place + token[None, :] * D + at[:, None], mask=at[:, None] < D, other=0.0)
+            value_place = block_place + value_offset + token[:, None] * D + at[None, :]
+            value = tl.load(value_place, mask=at[None, :] < D, other=0.0)
+            valid = token[None, :] < BLOCK  # shared blocks are full
+            best, total, out = attend_block(query, key, value, valid, scale, best, total, out)
+        place = (sequence * HEADS + head) * stretches + stretch
+        _keep_stretch(parts_ptr, sums_ptr, place, inside, used, at, best, total, out, D)
+
+
+@triton.jit
 def _attend(
     query_ptr, query_stride, query_head_stride, cos_ptr, sin_ptr,
     anchor_ptr, base_ptr, tables_ptr, tables_stride, block_stride, layer_offset, value_offset,
-    positions_ptr, positions_stride, out_ptr, parts_ptr, sums_ptr, scale, window, stretches, part_tokens,
+    positions_ptr, positions_stride, shared_ptr, out_ptr, parts_ptr, sums_ptr, scale, window, stretches, part_tokens,
     HEADS: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, STRETCH: tl.constexpr, ROTATE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, STRETCH: tl.constexpr, ROTATE: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(STRETCH % BLOCK == 0)
     sequence = tl.program_id(0).to(tl.int64)
@@ -141,6 +208,11 @@ def _attend(
     if begin >= end:
         return
     first = begin
+    if SHARED:
+        shared = tl.load(shared_ptr + sequence)
+        if end <= shared:
+            return  # all of this part is in the prefix
+        first = tl.maximum(begin, shared)
     if WINDOW:
         seen_from = length - window
         first = tl.maximum(begin, (seen_from // BLOCK) * BLOCK)
@@ -176,6 +248,16 @@ def _attend(
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     all_best, all_total, all_out = best, total, out
     place = (sequence * HEADS + head) * stretches  # where the first stretch is stored
+    if SHARED:
+        if not SPLIT:
+            for stretch in tl.range(0, shared // STRETCH):
+                of_prefix = _kept_stretch(parts_ptr, sums_ptr, place + stretch, inside, row < GROUP, at, D)
+                all_best, all_total, all_out = merge_stretch(all_best, all_total, all_out, of_prefix[0], of_prefix[1], of_prefix[2])
+        # The prefix may end inside a stretch, whose state is continued.
+        begun = (first == shared) & (shared % STRETCH > 0)
+        best, total, out = _kept_stretch(
+            parts_ptr, sums_ptr, place + shared // STRETCH, inside & begun, (row < GROUP) & begun, at, D
+        )
     for start in tl.range(first, end, BLOCK):
         if (start > first) & (start % STRETCH == 0):
             if SPLIT:

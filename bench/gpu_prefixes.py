@@ -1,0 +1,156 @@
+"""What it saves to read a prompt once for all of its samples while they are sampled: a layer's attention, and whole rollouts.
+
+    python bench/gpu_prefixes.py                          # one GPU, two minutes
+    python bench/gpu_prefixes.py --out runs/prefixes      # also appends its lines to runs/prefixes/gpu_prefixes.jsonl
+    TRITON_INTERPRET=1 python bench/gpu_prefixes.py --device cpu --tiny      # a smoke test, of attention alone
+
+Attention: one decode step of Qwen2.5's heads in bf16, random keys; medians of CUDA graphs, with the GPU's cache filled with other
+memory before each run. "Not read" are the megabytes that a tile's rows no longer read; from WORTHWHILE_BYTES on
+(plaudit/rollout/native/prefixes.py) the engine reads prompts once, so that is where the ratio should pass 1. Rollouts: random
+weights, temperature 1, 512 new tokens, three runs of each in turn after one to warm up; medians (lowest–highest).
+
+The exit code is 1 if an output, a token or a log-prob differs in one bit.
+"""
+
+import argparse
+import sys
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from gpu_draw import append, microseconds
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # plaudit may be a checkout that nobody installed
+from plaudit.models.heads import Heads, block_tokens
+from plaudit.rollout.engine import Request, Sampling
+from plaudit.rollout.native import kernels
+from plaudit.rollout.native.cache import CacheShape, KVCache
+from plaudit.rollout.native.prefixes import WORTHWHILE_BYTES, SharedPrefixes, longest_shared
+from plaudit.rollout.native.scheduler import RunningSequence
+
+HEADS = {"0.5B": Heads(14, 2, 64), "1.5B": Heads(12, 2, 128), "7B": Heads(28, 4, 128)}
+WORK = [(8, 8), (64, 8), (32, 16)]  # prompts, samples of each
+LENGTHS = [(64, 256), (256, 256), (1600, 256), (256, 2048), (8000, 256)]  # of prompts, and tokens of each sample
+ROLLOUTS = [(64, 8, 256), (32, 8, 1600)]  # prompts, samples of each, tokens of a prompt
+NEW_TOKENS, RUNS = 512, 3
+
+
+def filled(heads: Heads, prompts: int, samples: int, length: int, own: int, device: torch.device) -> tuple[KVCache, SharedPrefixes]:
+    """A cache of one layer: all samples of a prompt have its full blocks, and `own` tokens after its last."""
+    block = block_tokens(heads.size)
+    shared, per_row = (length - 1) // block, -(-(length + own) // block)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter has no bfloat16
+    cache = KVCache(CacheShape(1, heads, dtype, device), prompts * samples, per_row, block_tokens=block)
+    tables, sequences, blocks = np.zeros((prompts * samples, per_row), dtype=np.int32), [], 0
+    for prompt in range(prompts):
+        of_prompt, blocks = np.arange(blocks, blocks + shared), blocks + shared
+        request = Request(f"p{prompt}", np.zeros(length, dtype=np.int64), samples)
+        for row in range(prompt * samples, (prompt + 1) * samples):
+            of_row, blocks = np.arange(blocks, blocks + per_row - shared), blocks + per_row - shared
+            tables[row] = np.concatenate([of_prompt, of_row])
+            sequences.append(RunningSequence(request, row, own, 0, blocks=tables[row].tolist(), shared_blocks=shared))
+    cache.allocate(blocks)
+    assert cache.memory is not None
+    cache.memory.normal_()
+    cache.set_block_tables(range(len(tables)), tables)
+    prefixes = SharedPrefixes(len(tables), longest_shared([length], block), heads, device)
+    prefixes.update(sequences, block)
+    return cache, prefixes
+
+
+def attention(model: str, prompts: int, samples: int, length: int, own: int, device: torch.device, runs: int) -> dict:
+    heads, B = HEADS[model], prompts * samples
+    cache, prefixes = filled(heads, prompts, samples, length, own, device)
+    query_BHD = torch.randn(B, heads.query, heads.size, device=device).to(cache.shape.dtype)
+    positions_B = torch.full((B,), length + own - 1, dtype=torch.int64, device=device)
+    options = {"scale": heads.size**-0.5, "window": None, "longest": length + own}
+    compute = partial(kernels.attend, query_BHD, cache, 0, positions_B, **options)
+    together = partial(compute, prefixes=prefixes)
+    return {
+        "model": model, "prompts": prompts, "samples": samples, "prompt_tokens": length, "own_tokens": own,
+        "unread_mb": prefixes.unread_tokens * cache.shape.bytes_per_token / 1e6,
+        "equal": torch.equal(compute(), together()),
+        "us": microseconds(compute, device, runs), "together_us": microseconds(together, device, runs),
+    }  # fmt: skip
+
+
+def rollout(model: str, prompts: int, samples: int, length: int) -> dict:
+    from native_rollout import build, timed
+    from rollout_work import FULL
+
+    from plaudit.rollout.native.engine import NativeEngine
+
+    made, rng = build(model, FULL, "cuda"), np.random.default_rng(0)
+    requests = [Request(f"p{i}", rng.integers(0, made.config.vocab_size, length), samples) for i in range(prompts)]
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    engines = {once: NativeEngine(made, None, reads_prompts_once=once) for once in rates}
+    equal = True
+    for run in range(RUNS + 1):
+        found = {}
+        for once, engine in engines.items():
+            sampling = Sampling(max_new_tokens=NEW_TOKENS if run else 8, step=run)
+            seconds, drawn = timed(engine, requests, sampling)
+            found[once] = {(sample.prompt_id, sample.index): sample for sample in drawn}
+            if run:
+                rates[once].append(prompts * samples * NEW_TOKENS / seconds)
+        for key, sample in found[False].items():
+            other = found[True][key]
+            equal &= np.array_equal(sample.tokens, other.tokens)
+            equal &= np.array_equal(sample.sampler_logprobs.view(np.int32), other.sampler_logprobs.view(np.int32))
+    work = {"model": model, "prompts": prompts, "samples": samples, "prompt_tokens": length}
+    return work | {"rates": rates[False], "together": rates[True], "equal": bool(equal)}
+
+
+def spread(rates: list[float]) -> str:
+    return f"{median(rates):,.0f} ({min(rates):,.0f}–{max(rates):,.0f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="one small case of attention")
+    parser.add_argument("--runs", type=int, default=21, help="of each attention")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also append each line to FOLDER/gpu_prefixes.jsonl")
+    args = parser.parse_args()
+    device, on_gpu = torch.device(args.device), args.device.startswith("cuda")
+    if not on_gpu and not args.tiny:
+        parser.error("on a CPU there is only the smoke test: --tiny")
+    about = f"{torch.cuda.get_device_name() if on_gpu else 'CPU'}, torch {torch.__version__}"
+    same = True
+
+    def keep(entry: dict) -> None:
+        nonlocal same
+        same &= entry["equal"]
+        if args.out is not None:
+            append(args.out / "gpu_prefixes.jsonl", {"about": about, **entry})
+
+    print(f"{about}; worthwhile from {WORTHWHILE_BYTES / 1e6:g} MB on\n\n## Attention of one layer, µs\n")
+    print("| | prompts × samples | prompt + own tokens | MB not read | row by row | once | ratio | same bits |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    cases = [("0.5B", (2, 3), (80, 20))] if args.tiny else list(product(HEADS, WORK, LENGTHS))
+    for model, (prompts, samples), (length, own) in cases:
+        found = attention(model, prompts, samples, length, own, device, 1 if args.tiny else args.runs)
+        keep(found)
+        row = [model, f"{prompts} × {samples}", f"{length} + {own}", f"{found['unread_mb']:.1f}", f"{found['us']:.1f}"]
+        ratio = found["us"] / found["together_us"]
+        row += [f"{found['together_us']:.1f}", f"{ratio:.2f}", "yes" if found["equal"] else "NO"]
+        print(f"| {' | '.join(row)} |", flush=True)
+    if on_gpu and not args.tiny:
+        print("\n## Rollouts, tokens/s\n")
+        print("| | prompts × samples | prompt tokens | row by row | once | ratio | same bits |")
+        print("| --- | --- | --- | --- | --- | --- | --- |")
+        for model, (prompts, samples, length) in product(("0.5B", "1.5B"), ROLLOUTS):
+            found = rollout(model, prompts, samples, length)
+            keep(found)
+            ratio = median(found["together"]) / median(found["rates"])
+            row = [model, f"{prompts} × {samples}", f"{length:,}", spread(found["rates"]), spread(found["together"])]
+            print(f"| {' | '.join([*row, f'{ratio:.2f}', 'yes' if found['equal'] else 'NO'])} |", flush=True)
+            torch.cuda.empty_cache()
+    sys.exit(not same and on_gpu)
+
+
+if __name__ == "__main__":
+    main()
