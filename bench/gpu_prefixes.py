@@ -1,21 +1,23 @@
-"""What it saves to read a prompt once for all of its samples while they are sampled: a layer's attention, and whole rollouts.
+"""What it saves that attention reads a prompt for several of its samples at once: one layer of it, and whole rollouts.
 
-    python bench/gpu_prefixes.py                          # one GPU, two minutes
+    python bench/gpu_prefixes.py                          # one GPU
     python bench/gpu_prefixes.py --out runs/prefixes      # also appends its lines to runs/prefixes/gpu_prefixes.jsonl
     TRITON_INTERPRET=1 python bench/gpu_prefixes.py --device cpu --tiny      # a smoke test, of attention alone
 
 Attention: one decode step of Qwen2.5's heads in bf16, random keys; medians of CUDA graphs, with the GPU's cache filled with other
-memory before each run. "Not read" are the megabytes that a tile's rows no longer read; from WORTHWHILE_BYTES on
-(plaudit/rollout/native/prefixes.py) the engine reads prompts once, so that is where the ratio should pass 1. Rollouts: random
-weights, temperature 1, 512 new tokens, three runs of each in turn after one to warm up; medians (lowest–highest).
+memory before each run. "Not read" are the megabytes that a tile's rows no longer read, "tiles" how many programs times key-value
+heads read for them; from WORTHWHILE_BYTES on (plaudit/rollout/native/prefixes.py) the engine uses tiles, so that is where the ratio
+should pass 1. Rollouts: random weights, temperature 1, 512 new tokens, or at most 512 where one token in 200 ends a response; three
+runs of each in turn after one to warm up; medians (lowest–highest), and how many CUDA graphs were captured.
 
 The exit code is 1 if an output, a token or a log-prob differs in one bit.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 
@@ -28,36 +30,35 @@ from plaudit.models.heads import Heads, block_tokens
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native import kernels
 from plaudit.rollout.native.cache import CacheShape, KVCache
-from plaudit.rollout.native.prefixes import WORTHWHILE_BYTES, SharedPrefixes, longest_shared
-from plaudit.rollout.native.scheduler import RunningSequence
+from plaudit.rollout.native.prefixes import WORTHWHILE_BYTES, SharedPrefixes
 
 HEADS = {"0.5B": Heads(14, 2, 64), "1.5B": Heads(12, 2, 128), "7B": Heads(28, 4, 128)}
-WORK = [(8, 8), (64, 8), (32, 16)]  # prompts, samples of each
+WORK = [(1, 8), (8, 8), (64, 8), (32, 16)]  # prompts, samples of each
 LENGTHS = [(64, 256), (256, 256), (1600, 256), (256, 2048), (8000, 256)]  # of prompts, and tokens of each sample
-ROLLOUTS = [(64, 8, 256), (32, 8, 1600)]  # prompts, samples of each, tokens of a prompt
-NEW_TOKENS, RUNS = 512, 3
+ROLLOUTS = [(64, 8, 256, False), (64, 8, 256, True), (32, 8, 1600, False), (32, 8, 1600, True)]
+"""Prompts, samples of each, tokens of a prompt, and whether responses end at a token."""
+NEW_TOKENS, END_EVERY, RUNS = 512, 200, 3
 
 
 def filled(heads: Heads, prompts: int, samples: int, length: int, own: int, device: torch.device) -> tuple[KVCache, SharedPrefixes]:
     """A cache of one layer: all samples of a prompt have its full blocks, and `own` tokens after its last."""
-    block = block_tokens(heads.size)
+    block, rows = block_tokens(heads.size), prompts * samples
     shared, per_row = (length - 1) // block, -(-(length + own) // block)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter has no bfloat16
-    cache = KVCache(CacheShape(1, heads, dtype, device), prompts * samples, per_row, block_tokens=block)
-    tables, sequences, blocks = np.zeros((prompts * samples, per_row), dtype=np.int32), [], 0
-    for prompt in range(prompts):
-        of_prompt, blocks = np.arange(blocks, blocks + shared), blocks + shared
-        request = Request(f"p{prompt}", np.zeros(length, dtype=np.int64), samples)
-        for row in range(prompt * samples, (prompt + 1) * samples):
-            of_row, blocks = np.arange(blocks, blocks + per_row - shared), blocks + per_row - shared
-            tables[row] = np.concatenate([of_prompt, of_row])
-            sequences.append(RunningSequence(request, row, own, 0, blocks=tables[row].tolist(), shared_blocks=shared))
-    cache.allocate(blocks)
+    cache = KVCache(CacheShape(1, heads, dtype, device), rows, per_row, block_tokens=block)
+    cache.allocate(prompts * shared + rows * (per_row - shared))
     assert cache.memory is not None
     cache.memory.normal_()
-    cache.set_block_tables(range(len(tables)), tables)
-    prefixes = SharedPrefixes(len(tables), longest_shared([length], block), heads, device)
-    prefixes.update(sequences, block)
+    of_prompts = np.arange(prompts * shared).reshape(prompts, shared).repeat(samples, 0)
+    of_rows = prompts * shared + np.arange(rows * (per_row - shared)).reshape(rows, -1)
+    cache.set_block_tables(range(rows), np.concatenate([of_prompts, of_rows], 1).astype(np.int32))
+    prefixes = SharedPrefixes(rows, heads, device)
+    parts = -(-samples // prefixes.samples_per_tile)
+    at = [[prompt * samples + part * samples // parts for part in range(parts + 1)] for prompt in range(prompts)]
+    tiles = [(shared * block, range(begin, end)) for edges in at for begin, end in pairwise(edges)]
+    if shared:
+        prefixes.assign(tiles)
+        prefixes.unread_tokens = sum((len(rows) - 1) * tokens for tokens, rows in tiles)
     return cache, prefixes
 
 
@@ -71,40 +72,45 @@ def attention(model: str, prompts: int, samples: int, length: int, own: int, dev
     together = partial(compute, prefixes=prefixes)
     return {
         "model": model, "prompts": prompts, "samples": samples, "prompt_tokens": length, "own_tokens": own,
-        "unread_mb": prefixes.unread_tokens * cache.shape.bytes_per_token / 1e6,
+        "unread_mb": prefixes.unread_tokens * cache.shape.bytes_per_token / 1e6, "tiles": prefixes.tile_count * heads.kv,
         "equal": torch.equal(compute(), together()),
         "us": microseconds(compute, device, runs), "together_us": microseconds(together, device, runs),
     }  # fmt: skip
 
 
-def rollout(model: str, prompts: int, samples: int, length: int) -> dict:
+def rollout(model: str, prompts: int, samples: int, length: int, ends: bool) -> dict:
     from native_rollout import build, timed
     from rollout_work import FULL
 
     from plaudit.rollout.native.engine import NativeEngine
 
     made, rng = build(model, FULL, "cuda"), np.random.default_rng(0)
-    requests = [Request(f"p{i}", rng.integers(0, made.config.vocab_size, length), samples) for i in range(prompts)]
+    vocabulary = made.config.vocab_size
+    if ends:
+        end_tokens = rng.choice(vocabulary, vocabulary // END_EVERY, replace=False)
+        made.generation_config.eos_token_id = end_tokens.tolist()  # pyright: ignore
+    requests = [Request(f"p{i}", rng.integers(0, vocabulary, length), samples) for i in range(prompts)]
     rates: dict[bool, list[float]] = {False: [], True: []}
-    engines = {once: NativeEngine(made, None, reads_prompts_once=once) for once in rates}
+    engines = {shares: NativeEngine(made, None, shares_prefixes=shares) for shares in rates}
     equal = True
     for run in range(RUNS + 1):
         found = {}
-        for once, engine in engines.items():
-            sampling = Sampling(max_new_tokens=NEW_TOKENS if run else 8, step=run)
-            seconds, drawn = timed(engine, requests, sampling)
-            found[once] = {(sample.prompt_id, sample.index): sample for sample in drawn}
+        for shares, engine in engines.items():
+            seconds, drawn = timed(engine, requests, Sampling(max_new_tokens=NEW_TOKENS, step=run))
+            found[shares] = {(sample.prompt_id, sample.index): sample for sample in drawn}
             if run:
-                rates[once].append(prompts * samples * NEW_TOKENS / seconds)
+                rates[shares].append(sum(map(len, drawn)) / seconds)
         for key, sample in found[False].items():
             other = found[True][key]
             equal &= np.array_equal(sample.tokens, other.tokens)
             equal &= np.array_equal(sample.sampler_logprobs.view(np.int32), other.sampler_logprobs.view(np.int32))
-    work = {"model": model, "prompts": prompts, "samples": samples, "prompt_tokens": length}
-    return work | {"rates": rates[False], "together": rates[True], "equal": bool(equal)}
+    graphs = [len(engine.forward.graphs._graphs) for engine in engines.values()]
+    work = {"model": model, "prompts": prompts, "samples": samples, "prompt_tokens": length, "ends": ends, "graphs": graphs}
+    shares = engines[True].shares_prefixes  # not if it changed a bit when it was tried
+    return work | {"rates": rates[False], "together": rates[True], "equal": bool(equal and shares)}
 
 
-def spread(rates: list[float]) -> str:
+def spread(rates: Sequence[float]) -> str:
     return f"{median(rates):,.0f} ({min(rates):,.0f}–{max(rates):,.0f})"
 
 
@@ -128,26 +134,33 @@ def main() -> None:
             append(args.out / "gpu_prefixes.jsonl", {"about": about, **entry})
 
     print(f"{about}; worthwhile from {WORTHWHILE_BYTES / 1e6:g} MB on\n\n## Attention of one layer, µs\n")
-    print("| | prompts × samples | prompt + own tokens | MB not read | row by row | once | ratio | same bits |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| | prompts × samples | prompt + own tokens | MB not read | tiles | row by row | by tiles | ratio | same bits |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     cases = [("0.5B", (2, 3), (80, 20))] if args.tiny else list(product(HEADS, WORK, LENGTHS))
     for model, (prompts, samples), (length, own) in cases:
         found = attention(model, prompts, samples, length, own, device, 1 if args.tiny else args.runs)
         keep(found)
-        row = [model, f"{prompts} × {samples}", f"{length} + {own}", f"{found['unread_mb']:.1f}", f"{found['us']:.1f}"]
+        row = [model, f"{prompts} × {samples}", f"{length} + {own}", f"{found['unread_mb']:.1f}"]
         ratio = found["us"] / found["together_us"]
-        row += [f"{found['together_us']:.1f}", f"{ratio:.2f}", "yes" if found["equal"] else "NO"]
+        row += [
+            str(found["tiles"]),
+            f"{found['us']:.1f}",
+            f"{found['together_us']:.1f}",
+            f"{ratio:.2f}",
+            "yes" if found["equal"] else "NO",
+        ]
         print(f"| {' | '.join(row)} |", flush=True)
     if on_gpu and not args.tiny:
         print("\n## Rollouts, tokens/s\n")
-        print("| | prompts × samples | prompt tokens | row by row | once | ratio | same bits |")
-        print("| --- | --- | --- | --- | --- | --- | --- |")
-        for model, (prompts, samples, length) in product(("0.5B", "1.5B"), ROLLOUTS):
-            found = rollout(model, prompts, samples, length)
+        print("| | prompts × samples | prompt tokens | responses end | row by row | by tiles | ratio | graphs | same bits |")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+        for model, work in product(("0.5B", "1.5B"), ROLLOUTS):
+            found = rollout(model, *work)
             keep(found)
-            ratio = median(found["together"]) / median(found["rates"])
-            row = [model, f"{prompts} × {samples}", f"{length:,}", spread(found["rates"]), spread(found["together"])]
-            print(f"| {' | '.join([*row, f'{ratio:.2f}', 'yes' if found['equal'] else 'NO'])} |", flush=True)
+            ratio, graphs = median(found["together"]) / median(found["rates"]), ", ".join(map(str, found["graphs"]))
+            row = [model, f"{work[0]} × {work[1]}", f"{work[2]:,}", "yes" if work[3] else "no", spread(found["rates"])]
+            row += [spread(found["together"]), f"{ratio:.2f}", graphs, "yes" if found["equal"] else "NO"]
+            print(f"| {' | '.join(row)} |", flush=True)
             torch.cuda.empty_cache()
     sys.exit(not same and on_gpu)
 

@@ -275,4 +275,6 @@ def test_too_few_gpus_for_a_reward_model(nodes, work, models, tmp_path):
     command = train(nodes, work, tmp_path / "run", *settings, recipe="models.yaml")
     assert command.wait(LIMIT_S) == 1
     print(output := (tmp_path / "output").read_text())
-    assert "8 CPUs for models/judge (model.gpus) within 10 s" in " ".join(output.split())
+    output = " ".join(output.split())
+    assert "could not reserve 8 CPUs for models/judge (model.gpus) and 1 CPU for" in output
+    assert "within 10 s" in output

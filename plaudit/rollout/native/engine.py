@@ -14,6 +14,7 @@ has written least is preempted and resumed later.
 """
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,9 +45,9 @@ from plaudit.rollout.native.cpu_ops import computes_products
 from plaudit.rollout.native.drafts import STEP_ROWS, Draft, Drafter
 from plaudit.rollout.native.forward import Forward
 from plaudit.rollout.native.graphs import rounded_rows
-from plaudit.rollout.native.prefixes import SharedPrefixes, longest_shared
+from plaudit.rollout.native.prefixes import SharedPrefixes
 from plaudit.rollout.native.scheduler import RunningSequence, Scheduler
-from plaudit.rollout.native.verify import verify_decode
+from plaudit.rollout.native.verify import prefixes_keep_all_bits, verify_decode
 from plaudit.rollout.stopping import Stopping, end_tokens_of
 from plaudit.types import Sample
 
@@ -79,14 +80,14 @@ class NativeEngine(Engine):
         drafts: bool = True,
         returns_memory: bool = True,
         packs: bool = True,
-        reads_prompts_once: bool = True,
+        shares_prefixes: bool = True,
     ):
         """Without a tokenizer, samples have no text. `reserved_bytes`: device memory that others hold while we sample;
         `returns_memory`: whether they need what is unused afterwards; `packs`: whether weights may be packed
-        on a CPU even where a sample's last bits then depend on how many others run; `reads_prompts_once`: whether attention on a
-        GPU reads a prompt once for all of its samples where that is faster."""
+        on a CPU even where a sample's last bits then depend on how many others run; `shares_prefixes`: whether attention on a
+        GPU reads what samples of a prompt share for several of them at once, where that is faster."""
         self.model, self.tokenizer, self.reserved_bytes, self.returns_memory = model, tokenizer, reserved_bytes, returns_memory
-        self.packs, self.reads_prompts_once = packs, reads_prompts_once
+        self.packs, self.shares_prefixes = packs, shares_prefixes
         self.end_tokens = end_tokens_of(model)
         self.forward = Forward(model)
         self.device = self.forward.shape.device
@@ -112,8 +113,9 @@ class NativeEngine(Engine):
             raise PlauditError("this engine is still generating: take all samples of the last call, or close it, first")
         self._busy = True
         try:
-            self.forward.begin(longest, self._room_to_pack())
             rows = min(sum(r.n for r in requests), self.max_sequences)
+            prefixes = self._prefixes_for(requests, rows)  # before the cache takes the memory
+            self.forward.begin(longest, self._room_to_pack())
             cache, blocks = self._allocate_cache(rows, longest, requests, sampling)
             on_device = device_sampling(sampling, stopping.end_tokens, self.device, self._sampling_buffers)
             prefill_tokens = PREFILL_TOKENS[self.device.type]
@@ -121,7 +123,7 @@ class NativeEngine(Engine):
                 requests, sampling, rows=rows, blocks=blocks, block_tokens=cache.block_tokens, prefill_tokens=prefill_tokens
             )
             drafter = Drafter() if self.drafts and cache.blocks_match_rows and self.forward.rows_are_independent else None
-            state, prefixes = self._rows_for(max(rows, STEP_ROWS)), self._prefixes_for(requests, rows, cache)
+            state = self._rows_for(max(rows, STEP_ROWS))
             call = _Call(self.forward, scheduler, state, cache, on_device, stopping, self.version, self.on_step, drafter, prefixes)
             yield from call.run(STEPS_IN_FLIGHT[self.device.type])
             self.preempted, self.drafted, self.accepted = scheduler.preempted, call.drafted, call.accepted
@@ -184,16 +186,20 @@ class NativeEngine(Engine):
         self._rows.clear()
         return self._rows
 
-    def _prefixes_for(self, requests: Sequence[Request], rows: int, cache: KVCache) -> SharedPrefixes | None:
-        if not (self.reads_prompts_once and self.forward.reads_shared_prefixes):
+    def _prefixes_for(self, requests: Sequence[Request], rows: int) -> SharedPrefixes | None:
+        block = self.block_tokens
+        if not (self.shares_prefixes and self.forward.reads_shared_prefixes and block):
             return None
-        longest = longest_shared([len(request.tokens) for request in requests if request.n > 1], cache.block_tokens)
-        if not longest:
+        if not any(request.n > 1 and len(request.tokens) > block for request in requests):
             return None
-        if self._prefixes is None or not self._prefixes.fits(rows, longest):
-            if self._prefixes is not None:  # never shrinks, as the cache
-                rows, longest = max(rows, self._prefixes.rows), max(longest, self._prefixes.longest)
-            self._prefixes = SharedPrefixes(rounded_rows(rows), longest, self.forward.shape.heads, self.device)
+        if self._prefixes is None and not prefixes_keep_all_bits(self.forward, block):
+            self.shares_prefixes = False
+            warnings.warn(
+                "sampling reads a prompt for each of its samples, since reading it once gives other bits on this GPU", stacklevel=2
+            )
+            return None
+        if self._prefixes is None or self._prefixes.rows < rows:
+            self._prefixes = SharedPrefixes(rounded_rows(rows), self.forward.shape.heads, self.device)
             self.forward.graphs.clear()
         return self._prefixes
 
@@ -260,7 +266,7 @@ class _Call:
         sequences = scheduler.rows[:count]
         rows = sequences + [None] * (count - len(sequences)) + [draft.sequence for draft in drafts]
         count = len(rows)
-        prefixes = self.prefixes if self.prefixes is not None and self.prefixes.save_time(self.cache) else None
+        prefixes = self.prefixes if self.prefixes is not None and self.prefixes.in_use else None
         self.forward.step(self.rows, count, self.cache, longest, self.sampling, prefixes)
         results, done = self.rows.results_R4[:count], None
         if results.is_cuda:
@@ -302,9 +308,9 @@ class _Call:
     def _update_device(self) -> None:
         """Copy changed rows and block tables to the device."""
         scheduler = self.scheduler
-        if self.prefixes is not None and scheduler.changed_rows:
-            self.prefixes.update(scheduler.rows, self.cache.block_tokens)
         if scheduler.changed_rows:
+            if self.prefixes is not None:
+                self.prefixes.update(scheduler.rows, self.cache)
             changes = [(row, *self._state(row)) for row in sorted(scheduler.changed_rows)]
             self.rows.update(changes)
             scheduler.changed_rows.clear()

@@ -57,8 +57,8 @@ class Forward:
 
     @property
     def reads_shared_prefixes(self) -> bool:
-        """Whether attention can read what rows share once for all of them."""
-        return self.decode_ops not in (cpu_ops, torch_ops)
+        """Whether attention can read what rows share for several at once. In fp32 its registers would not suffice."""
+        return self.decode_ops not in (cpu_ops, torch_ops) and self.shape.dtype.itemsize == 2
 
     @property
     def rows_are_independent(self) -> bool:
@@ -81,8 +81,8 @@ class Forward:
         self, rows: BatchRows, count: int, cache: KVCache, longest: int, sampling: DeviceSampling,
         prefixes: SharedPrefixes | None = None,
     ) -> None:  # fmt: skip
-        """One token for each sequence in the first `count` rows: from its embedding to the next token, sampled. `prefixes`: read
-        those once for all rows that share them."""
+        """One token for each sequence in the first `count` rows: from its embedding to the next token, sampled. `prefixes`: what
+        rows share is read for several at once."""
         self._set_eval_mode()
         if self._steps < PREPACK_AFTER_STEPS and prepacking_helps(count, self.shape.device, self.shape.dtype):
             self._steps += 1
@@ -99,15 +99,19 @@ class Forward:
                 at = slice(start, min(start + chunk, count))
                 self.decode_ops.draw_and_advance(self._logits(hidden_BD[at]), rows.state_RC[at], rows.results_R4[at], sampling)
 
-        shared = None if prefixes is None else (prefixes.tiles, prefixes.longest)
-        self.graphs.run((count, longest, sampling.kind, shared), run)
+        self.graphs.run((count, longest, sampling.kind, prefixes and prefixes.tile_count), run)
 
     @torch.inference_mode()
     def logits(self, rows: BatchRows, count: int, cache: KVCache, longest: int) -> Tensor:
         """Logits of the next tokens, without sampling any."""
+        return self._logits(self.hidden(rows, count, cache, longest))
+
+    @torch.inference_mode()
+    def hidden(self, rows: BatchRows, count: int, cache: KVCache, longest: int, prefixes: SharedPrefixes | None = None) -> Tensor:
+        """The states that a step computes, without a graph."""
         self._set_eval_mode()
         longest = rounded_length(longest) if self.shape.device.type == "cuda" else longest
-        return self._logits(self.decoder.hidden(DecodeStep(rows, count, cache, longest, self.decode_ops)))
+        return self.decoder.hidden(DecodeStep(rows, count, cache, longest, self.decode_ops, prefixes))
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
         if self._prepacked_head is not None:

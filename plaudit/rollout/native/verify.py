@@ -16,6 +16,7 @@ from plaudit.models.logprobs import logits_of
 from plaudit.rollout.native.batch import COLUMNS, POSITION, TOKEN, BatchRows
 from plaudit.rollout.native.cache import KVCache
 from plaudit.rollout.native.forward import Forward
+from plaudit.rollout.native.prefixes import SharedPrefixes
 from plaudit.rollout.native.scheduler import PrefillChunk, PrefillJob
 from plaudit.types import Example
 
@@ -69,3 +70,38 @@ def _logprobs_both_ways(forward: Forward) -> tuple[torch.Tensor, torch.Tensor]:
     cache.release()
     model.train(was_training)
     return expected.log_softmax(-1), torch.stack(decoded).log_softmax(-1)
+
+
+SHARED_LENGTHS = (200, 340, 1100)  # prompts that end in the first stretch, in the second, and in the second of two programs
+ENOUGH_PROGRAMS = 512  # that attention does not split short sequences
+
+
+@torch.inference_mode()
+def prefixes_keep_all_bits(forward: Forward, block: int) -> bool:
+    """Whether samples that share a prompt have the same states, to the bit, whether each reads it or tiles read it for several.
+    That depends on the GPU's instructions, so it is tried before it is relied on."""
+    shape, rows = forward.shape, -(-ENOUGH_PROGRAMS // forward.shape.heads.kv)
+    was_training, equal = forward.model.training, True
+    prefixes, state = SharedPrefixes(rows, shape.heads, shape.device), BatchRows(rows, shape.device)
+    for length in SHARED_LENGTHS:
+        forward.begin(length)
+        shared = (length - 1) // block
+        tokens = (10 + np.arange(length)) % len(forward.head)
+        # Each row has a block of its own, with a copy of what the prompt has in its last one, and another newest token.
+        tables = np.concatenate([np.tile(np.arange(shared), (rows, 1)), shared + np.arange(rows)[:, None]], 1).astype(np.int32)
+        cache = KVCache(shape, rows, shared + 1, block_tokens=block)
+        cache.allocate(shared + rows)
+        forward.prefill([PrefillChunk(PrefillJob(tokens, deque(), blocks=tables[0].tolist()), 0, length - 1)], cache)
+        if rows > 1:
+            cache.copy_blocks([(shared, shared + row) for row in range(1, rows)], block)
+        cache.set_block_tables(range(rows), tables)
+        state.state_RC[:rows, TOKEN] = torch.arange(rows, device=shape.device) % len(forward.head)
+        state.state_RC[:rows, POSITION] = length - 1
+        per_tile = prefixes.samples_per_tile
+        prefixes.assign([(shared * block, range(first, min(first + per_tile, rows))) for first in range(0, rows, per_tile)])
+        alone, together = (forward.hidden(state, rows, cache, length, given) for given in (None, prefixes))
+        equal = equal and torch.equal(alone, together)
+        cache.release(to_driver=False)
+    forward.end()
+    forward.model.train(was_training)
+    return equal

@@ -61,11 +61,16 @@ def test_sampler_and_trainer_agree_at_the_widths_of_large_models(count):
     assert_agreement(model, count, 90, 40)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(14, 2), (12, 2), (28, 4), (4, 4)])
-@pytest.mark.parametrize("size", [64, 128])
-def test_prompts_that_are_read_once_change_no_bit(monkeypatch, heads, kv_heads, size):
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (12, 2, 128), (28, 4, 128), (4, 4, 64), (8, 1, 256)])
+def test_prefixes_that_tiles_read_change_no_bit(monkeypatch, heads, kv_heads, size, splits):
     """Prompts of one block and of several stretches, samples of all lengths, so that rows move and tiles shrink."""
+    from plaudit.rollout.native.kernels import attention
+
     monkeypatch.setattr(prefixes, "WORTHWHILE_BYTES", 0)
+    if not splits:  # as with more rows
+        monkeypatch.setattr(attention, "PROGRAMS", 1)
+        monkeypatch.setattr(attention, "MOST_TOKENS", 4096)
     config = Qwen2Config(
         vocab_size=1000, hidden_size=heads * size, num_hidden_layers=2, num_attention_heads=heads, num_key_value_heads=kv_heads,
         intermediate_size=512, max_position_embeddings=4096, eos_token_id=None,
@@ -78,11 +83,14 @@ def test_prompts_that_are_read_once_change_no_bit(monkeypatch, heads, kv_heads, 
     rng = np.random.default_rng(0)
     lengths = [40, 70, 257, 300, 513, 800, 1300, 1301, 1]
     requests = [Request(f"p{i}", rng.integers(7, 1000, length), n=5 + i) for i, length in enumerate(lengths)]
-    found = []
-    for once in (False, True):
-        engine = NativeEngine(model, None, max_sequences=60, reads_prompts_once=once)
+    found, updates = [], []
+    update = prefixes.SharedPrefixes.update
+    monkeypatch.setattr(prefixes.SharedPrefixes, "update", lambda self, *rest: (update(self, *rest), updates.append(self.in_use)))
+    for shares in (False, True):
+        engine = NativeEngine(model, None, max_sequences=60, shares_prefixes=shares)
         drawn = {(sample.prompt_id, sample.index): sample for sample in engine.generate(requests, Sampling(max_new_tokens=300))}
         found.append([drawn[key] for key in sorted(drawn)])
+        assert any(updates) == engine.shares_prefixes == shares
     for alone, together in zip(*found, strict=True):
         assert np.array_equal(alone.tokens, together.tokens)
         assert np.array_equal(alone.sampler_logprobs.view(np.int32), together.sampler_logprobs.view(np.int32))

@@ -23,12 +23,12 @@ from plaudit.models.heads import Heads, Rotation, block_tokens
 from plaudit.models.logprobs import token_logprobs
 from plaudit.models.products import PARTS, split_k_product, uses_split_k
 from plaudit.rollout.engine import Request, Sampling
-from plaudit.rollout.native import prefixes, sampler, torch_ops
+from plaudit.rollout.native import engine, prefixes, sampler, torch_ops, verify
 from plaudit.rollout.native.batch import AT_LIMIT, ENDED, IDLE, KEY, LIMIT, POSITION, RUNNING, TOKEN, WRITTEN, device_sampling
 from plaudit.rollout.native.cache import CacheShape, KVCache
+from plaudit.rollout.native.engine import NativeEngine
 from plaudit.rollout.native.noise import gumbel, position_keys
 from plaudit.rollout.native.prefixes import SharedPrefixes
-from plaudit.rollout.native.scheduler import RunningSequence
 from support.interpreter import DEVICE, KERNELS, SHARED, interpreter, is_swapped
 
 with interpreter():
@@ -306,24 +306,19 @@ def test_write(ops, dtype, seed):
 
 
 class Past:
-    """Queries, and a cache that holds numbers only where they may attend. `shared`: some rows have their first blocks in common."""
+    """Queries, and a cache that holds numbers only where they may attend."""
 
-    def __init__(self, seed: int, dtype: torch.dtype, *, shared: bool = False):
+    def __init__(self, seed: int, dtype: torch.dtype):
         pick, g = random.Random(1000 + seed), generator(seed)
         kv = pick.choice([1, 1, 2, 3])
         group, size = pick.choice([1, 2, 3, 5, 7, 8, 16, 20]), pick.choice(SIZES)
         self.heads, self.block = Heads(kv * group, kv, size), pick.choice([16, 32, 64])
-        blocks_per_row, count = (3, pick.randint(3, 5)) if shared else (pick.choice([1, 3, 5, 6]), pick.randint(1, 3))
+        blocks_per_row, count = pick.choice([1, 3, 5, 6]), pick.randint(1, 3)
         longest = blocks_per_row * self.block
         # At the edges of blocks and of parts, and at random.
         lengths = [1, longest, self.block, self.block + 1, 2 * self.block, pick.randint(1, longest), pick.randint(1, longest)]
         self.lengths = [min(pick.choice(lengths), longest) for _ in range(count)] + [0]
         pick.shuffle(self.lengths)
-        # Rows of one prompt, in no order, some of which have ended: their blocks are those of the first.
-        self.shared_blocks = pick.randint(1, blocks_per_row - 1) if shared else 0
-        self.prompt = pick.sample(range(len(self.lengths)), pick.randint(2, count)) if shared else []
-        for row in self.prompt:
-            self.lengths[row] = pick.choice([0, longest, *[pick.randint(self.shared_blocks * self.block + 1, longest)] * 3])
         self.longest = max(*self.lengths, pick.randint(1, longest))
         self.positions = strided([length - 1 for length in self.lengths])
         self.layer, self.scale = pick.randrange(LAYERS), pick.choice([size**-0.5, 1.0])
@@ -331,10 +326,6 @@ class Past:
         self.rows = len(self.lengths)
         cache = self.cache = cache_of(self.heads, self.block, self.rows + 1, blocks_per_row, dtype, seed)
         self.keys, self.values = (torch.randn(self.rows, kv, longest, size, generator=g).to(dtype) for _ in range(2))
-        for row in self.prompt[1:]:
-            cache.block_tables[row, : self.shared_blocks] = cache.block_tables[self.prompt[0], : self.shared_blocks]
-            for x in (self.keys, self.values):
-                x[row, :, : self.shared_blocks * self.block] = x[self.prompt[0], :, : self.shared_blocks * self.block]
         for row, length in enumerate(self.lengths):
             for at in range(length):
                 place = cache.memory[int(cache.block_tables[row, at // self.block]), self.layer, :, :, at % self.block]
@@ -369,17 +360,6 @@ class Past:
         options = {"scale": self.scale, "window": self.window, "longest": self.longest, **more}
         return ops.attend(self.query, self.cache, self.layer, self.positions, **options)
 
-    def shared_prefixes(self) -> SharedPrefixes:
-        """As the engine makes them: it does not know yet which rows have just ended."""
-        sequences: list[RunningSequence | None] = [None] * self.rows
-        for row in self.prompt:
-            blocks = self.cache.block_tables[row].tolist()
-            request = Request("p", np.zeros(1, dtype=np.int64), n=len(self.prompt))
-            sequences[row] = RunningSequence(request, row, 1, 0, blocks=blocks, shared_blocks=self.shared_blocks)
-        prefixes = SharedPrefixes(self.rows, self.shared_blocks * self.block + 100, self.heads, DEVICE)
-        prefixes.update(sequences, self.block)
-        return prefixes
-
 
 @shapes_of_each_dtype(6)
 def test_attend(dtype, seed, monkeypatch):
@@ -397,46 +377,125 @@ def test_attend(dtype, seed, monkeypatch):
         assert torch.equal(past.attend(kernels)[used], found[used]), "bitwise equal, however the work is split"
 
 
-@shapes_of_each_dtype(6)
-def test_attend_to_shared_prefixes(dtype, seed, monkeypatch):
-    """Read once for all rows of a prompt: the result of reading them row by row. On a GPU to the bit; in the interpreter, numpy
-    decides the order of sums."""
-    past, pick = Past(100 + seed, dtype, shared=True), random.Random(seed)
-    stretch = past.block * pick.choice([1, 2, 4])
-    monkeypatch.setattr(kernels.attention, "STRETCH", stretch)
-    monkeypatch.setattr(kernels.attention, "MOST_PREFIX_PARTS", pick.choice([1, 2, 8]))
-    monkeypatch.setattr(kernels.attention, "MOST_TOKENS", stretch * pick.choice([1, 2, 8]))
-    used = past.positions >= 0
-    tiles = past.shared_prefixes()
-    assert tiles.unread_tokens >= len(past.prompt) // 2 * past.shared_blocks * past.block
-    for programs in (1, 512):  # in one part, and in many
-        monkeypatch.setattr(kernels.attention, "PROGRAMS", programs)
-        alone, together = past.attend(kernels), past.attend(kernels, prefixes=tiles)
-        past.check(together, dtype)
-        if DEVICE.type == "cuda":
-            assert torch.equal(together[used], alone[used])
+class Siblings(Past):
+    """Rows of two prompts, in no order, one of which has just ended, and one row that shares nothing; stretches of two blocks."""
+
+    def __init__(self, dtype: torch.dtype, shared_blocks: int, group: int, size: int):
+        g, kv, self.block, blocks_per_row = generator(group), 2, 16, 6
+        self.heads, self.layer, self.scale, self.window, self.size = Heads(kv * group, kv, size), 1, size**-0.5, None, 1.0
+        self.longest = blocks_per_row * self.block
+        self.shared = {(5, 0, 2, 3): shared_blocks, (1, 6): 1}
+        first = shared_blocks * self.block
+        self.lengths = [first + 1, self.longest, 0, first + 3, 40, self.longest - 1, 17]
+        self.rows, self.positions = len(self.lengths), strided([length - 1 for length in self.lengths])
+        cache = self.cache = cache_of(self.heads, self.block, self.rows + 1, blocks_per_row, dtype, shared_blocks)
+        self.keys, self.values = (torch.randn(self.rows, kv, self.longest, size, generator=g).to(dtype) for _ in range(2))
+        for rows, blocks in self.shared.items():
+            for row in rows[1:]:
+                cache.block_tables[row, :blocks] = cache.block_tables[rows[0], :blocks]
+                for x in (self.keys, self.values):
+                    x[row, :, : blocks * self.block] = x[rows[0], :, : blocks * self.block]
+        for row, length in enumerate(self.lengths):
+            for at in range(length):
+                place = cache.memory[int(cache.block_tables[row, at // self.block]), self.layer, :, :, at % self.block]
+                place[0], place[1] = self.keys[row, :, at], self.values[row, :, at]
+        self.query = torch.randn(self.rows, self.heads.query, size, generator=g).to(DEVICE, dtype)
+        self.prefixes = SharedPrefixes(self.rows, self.heads, DEVICE)
+        self.prefixes.assign([(blocks * self.block, rows) for rows, blocks in self.shared.items()])
+
+    def shared_cache_blocks(self) -> Tensor:
+        return torch.cat([self.cache.block_tables[rows[0], :blocks] for rows, blocks in self.shared.items()]).long()
 
 
-def test_prefixes_are_not_read_again(monkeypatch):
-    """Keys that a tile has read for its rows are not read by the rows: they may be anything by then."""
-    monkeypatch.setattr(kernels.attention, "PROGRAMS", 1)
-    past = next(
-        p for p in (Past(seed, torch.float32, shared=True) for seed in range(100)) if p.window is None and p.heads.query < 8
-    )
-    tiles = past.shared_prefixes()
-    started = kernels.attention._attend_prefix
+def split_in(monkeypatch, split: bool, block: int) -> None:
+    monkeypatch.setattr(kernels.attention, "STRETCH", 2 * block)
+    monkeypatch.setattr(kernels.attention, "PROGRAMS", 512 if split else 14)  # as many as there are rows and heads
 
-    class Spy:
+
+@pytest.fixture
+def prefix_launches(monkeypatch) -> list[tuple[int, ...]]:
+    """Grids with which the kernel of prefixes is launched."""
+    launches, launch = [], kernels.attention._attend_prefix
+
+    class Launcher:
+        def __getitem__(self, grid: tuple[int, ...]):
+            launches.append(grid)
+            return launch[grid]
+
+    monkeypatch.setattr(kernels.attention, "_attend_prefix", Launcher())
+    return launches
+
+
+PREFIXES = [(1, 7, 64), (2, 6, 16), (3, 1, 80), (5, 7, 32)]
+"""Shared blocks, of which two make a stretch (part of one, one, one and a part, two and a part); query heads per key; size."""
+prefix_shapes = pytest.mark.parametrize(("shared", "group", "size"), PREFIXES)
+in_one_or_more_parts = pytest.mark.parametrize("split", [False, True], ids=["one part", "split"])
+
+
+@pytest.mark.grid(8)
+@each_dtype
+@prefix_shapes
+@in_one_or_more_parts
+def test_attend_to_shared_prefixes(dtype, shared, group, size, split, monkeypatch, prefix_launches):
+    """Read by tiles for several rows: the result of reading them row by row. On a GPU to the bit; in the interpreter, numpy decides
+    the order of sums. What a tile has read is not read again: it is gone by then."""
+    past = Siblings(dtype, shared, group, size)
+    split_in(monkeypatch, split, past.block)
+    alone = past.attend(kernels)
+    assert not prefix_launches
+    launched = kernels.attention._attend_prefix
+
+    class LosesPrefixes:
         def __getitem__(self, grid):
             def launch(*args, **options):
-                started[grid](*args, **options)
-                blocks = past.cache.block_tables[past.prompt[0], : past.shared_blocks].long()
-                past.cache.memory[blocks] = math.nan
+                launched[grid](*args, **options)
+                past.cache.memory[past.shared_cache_blocks()] = math.nan
 
             return launch
 
-    monkeypatch.setattr(kernels.attention, "_attend_prefix", Spy())
-    past.check(past.attend(kernels, prefixes=tiles), torch.float32)
+    monkeypatch.setattr(kernels.attention, "_attend_prefix", LosesPrefixes())
+    together = past.attend(kernels, prefixes=past.prefixes)
+    assert prefix_launches == [(2, 2, 4)]
+    past.check(together, dtype)
+    if DEVICE.type == "cuda":
+        used = past.positions >= 0
+        assert torch.equal(together[used], alone[used])
+
+
+@pytest.mark.grid(2)
+@prefix_shapes
+@in_one_or_more_parts
+def test_rotate_and_attend_to_shared_prefixes(shared, group, size, split, monkeypatch, prefix_launches):
+    """Queries of several positions, rotated in one tile."""
+    past, g = Siblings(torch.float16, shared, group, size), generator(0)
+    split_in(monkeypatch, split, past.block)
+    angles = torch.randn(2, past.longest, size, generator=g)
+    rotation = Rotation(angles[0].cos().to(DEVICE, torch.float16), angles[1].sin().to(DEVICE, torch.float16))
+    qkv = torch.randn(past.rows, (past.heads.query + 2 * past.heads.kv) * size, generator=g).to(DEVICE, torch.float16)
+    options = {"scale": size**-0.5, "window": None, "longest": past.longest}
+    rest = past.heads, rotation, past.cache, past.layer, past.positions
+    alone, together = (kernels.rotate_and_attend(qkv.clone(), *rest, **options, prefixes=given) for given in (None, past.prefixes))
+    assert len(prefix_launches) == 1
+    used = past.positions >= 0
+    close(together[used], exact(alone[used]), torch.float16)
+    if DEVICE.type == "cuda":
+        assert torch.equal(together[used], alone[used])
+
+
+def test_windows_and_prefixes(monkeypatch, prefix_launches):
+    """A window that hides keys may begin inside a prefix, which is then read row by row; a longer one changes nothing."""
+    past = Siblings(torch.float32, 3, 2, 16)
+    split_in(monkeypatch, False, past.block)
+    for window, launches in ((past.longest - 1, 0), (past.longest, 1), (10 * past.longest, 2)):
+        past.window = window
+        past.check(past.attend(kernels, prefixes=past.prefixes), torch.float32)
+        assert len(prefix_launches) == launches
+
+
+def test_without_tiles_no_prefix_is_read(prefix_launches):
+    past = Siblings(torch.float32, 3, 2, 16)
+    past.check(past.attend(kernels, prefixes=SharedPrefixes(past.rows, past.heads, DEVICE)), torch.float32)
+    assert not prefix_launches
 
 
 @shapes_of_each_dtype(8)
@@ -1078,25 +1137,24 @@ def test_kernels_and_torch_draw_the_same_tokens(monkeypatch):
     ids=str,
 )
 @pytest.mark.slow
-def test_the_engine_samples_the_same_with_kernels(tiny_models, monkeypatch, kind, settings):
+def test_the_engine_samples_the_same_with_kernels(tiny_models, monkeypatch, prefix_launches, kind, settings):
     """As on a GPU, but without graphs: the same samples as in torch, with rows that come and go and shared blocks."""
     from plaudit.models.trainable import load_model
     from plaudit.recipe import ModelSettings
     from plaudit.rollout.native import forward
-    from plaudit.rollout.native.engine import NativeEngine
 
     sizes = [(18, 2, 3), (1, 1, 4), (5, 1, 3)]  # prompt length, number of samples, new tokens
     requests = [Request(f"p{i}", np.arange(length) % 300, n=n, max_new_tokens=new) for i, (length, n, new) in enumerate(sizes)]
-    shares, decide = [], SharedPrefixes.save_time
     monkeypatch.setattr(prefixes, "WORTHWHILE_BYTES", 0)
-    monkeypatch.setattr(SharedPrefixes, "save_time", lambda self, cache: shares.append(decide(self, cache)) or shares[-1])
+    monkeypatch.setattr(forward.Forward, "reads_shared_prefixes", property(lambda self: self.ops is kernels))
+    monkeypatch.setattr(engine, "prefixes_keep_all_bits", lambda *_: True)
     sampling = Sampling(max_new_tokens=8, seed=3, **settings)
     monkeypatch.setattr(sampler, "TILE", 64)
 
     def samples(device: torch.device) -> dict:
         model = load_model(ModelSettings(path=str(tiny_models[kind]), dtype="float32"), device)
-        engine = NativeEngine(model, None, max_sequences=2, block_tokens=16)
-        return {(s.prompt_id, s.index): s for s in engine.generate(requests, sampling)}
+        subject = NativeEngine(model, None, max_sequences=2, block_tokens=16)
+        return {(s.prompt_id, s.index): s for s in subject.generate(requests, sampling)}
 
     expected = samples(torch.device("cpu"))
     monkeypatch.setattr(forward, "ops_for", lambda device: kernels)
@@ -1105,8 +1163,37 @@ def test_the_engine_samples_the_same_with_kernels(tiny_models, monkeypatch, kind
     for key, sample in found.items():
         assert sample.tokens.tolist() == expected[key].tokens.tolist()
         assert np.abs(sample.sampler_logprobs - expected[key].sampler_logprobs).max() < 1e-5
-    assert any(shares), "the first prompt is read once for its two samples"
-    assert not all(shares), "the others have no block to share"
+    assert prefix_launches, "the first prompt is read once for its two samples"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [False, True])
+def test_prefixes_that_change_a_bit_are_not_shared(tiny_models, monkeypatch, prefix_launches, wrong):
+    """Before they are, both ways are tried; on a GPU they agree, in the interpreter they may."""
+    from plaudit.models.trainable import load_model
+    from plaudit.recipe import ModelSettings
+    from plaudit.rollout.native import forward
+
+    monkeypatch.setattr(forward, "ops_for", lambda device: kernels)
+    monkeypatch.setattr(forward.Forward, "reads_shared_prefixes", property(lambda self: self.ops is kernels))
+    monkeypatch.setattr(verify, "SHARED_LENGTHS", (20, 40))
+    monkeypatch.setattr(verify, "ENOUGH_PROGRAMS", 6)
+    if wrong:  # one row's prefix ends a block too early
+        assign = SharedPrefixes.assign
+        monkeypatch.setattr(SharedPrefixes, "assign", lambda self, tiles: (assign(self, tiles), self.tokens_R[1:2].sub_(16)))
+    model = load_model(ModelSettings(path=str(tiny_models["qwen2"]), dtype="float32"), DEVICE)
+    subject = NativeEngine(model, None, block_tokens=16)
+    monkeypatch.setattr(kernels.attention, "STRETCH", 32)
+    assert not prefix_launches, "not before samples share a prompt"
+    same = verify.prefixes_keep_all_bits(subject.forward, 16)
+    assert len(prefix_launches) == 2 * 2, "two prompts, two layers"
+    if wrong or DEVICE.type == "cuda":
+        assert same is not wrong
+    if wrong:
+        requests = [Request("p", np.arange(40), n=2)]
+        with pytest.warns(UserWarning, match="reads a prompt for each of its samples"):
+            assert len(list(subject.generate(requests, Sampling(max_new_tokens=2)))) == 2
+        assert not subject.shares_prefixes
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from plaudit.rollout.native.batch import AT_LIMIT, EMPTY_ROW, ENDED, IDLE, KEY, 
 from plaudit.rollout.native.blocks import BlockAllocator
 from plaudit.rollout.native.engine import _blocks_needed, _Call
 from plaudit.rollout.native.graphs import rounded_rows
-from plaudit.rollout.native.prefixes import SharedPrefixes, longest_shared
+from plaudit.rollout.native.prefixes import WORTHWHILE_BYTES, SharedPrefixes
 from plaudit.rollout.native.scheduler import PrefillChunk, RunningSequence, Scheduler
 from plaudit.seeding import stable_seed
 from plaudit.types import Sample
@@ -183,10 +183,10 @@ class Forward:
     def read_prefixes(self, rows: BatchRows, cache: Cache, prefixes: SharedPrefixes | None) -> dict[int, list[int | None]]:
         """What tiles read for each of their rows."""
         found: dict[int, list[int | None]] = {}
-        if prefixes is None:
+        if prefixes is None or not prefixes.in_use:
             return found
-        tiles = [tile for tile in prefixes.tiles_TS[: prefixes.tiles].tolist() if tile[0]]
-        assert not prefixes.tiles_TS[prefixes.tiles :, 0].any(), "none is beyond those that are launched"
+        tiles = [tile for tile in prefixes.tiles_TS[: prefixes.tile_count].tolist() if tile[0]]
+        assert not prefixes.tiles_TS[prefixes.tile_count :, 0].any(), "none is beyond those that are launched"
         self.most_tiles = max(self.most_tiles, len(tiles))
         for shared, *of_tile in tiles:
             some_rows = [row for row in of_tile if row >= 0]
@@ -326,11 +326,9 @@ def simulate(setting: Setting) -> Outcome:
     scheduler, forward = CheckedScheduler(setting), Forward(setting)
     stopping = Stopping(setting.answers)
     new_tokens: list[int] = []
-    prefixes = None
-    if longest := longest_shared([len(r.tokens) for r in setting.requests], setting.block_tokens):
-        prefixes = SharedPrefixes(setting.rows, longest, Heads(20, 1, 16), torch.device("cpu"))  # three rows to a tile
+    shared = SharedPrefixes(setting.rows, Heads(20, 1, 16), torch.device("cpu"))  # three rows to a tile
     state, cache = BatchRows(setting), Cache(setting)
-    call = _Call(forward, scheduler, state, cache, None, stopping, 7, new_tokens.append, None, prefixes)  # pyright: ignore
+    call = _Call(forward, scheduler, state, cache, None, stopping, 7, new_tokens.append, None, shared)  # pyright: ignore
     outcome = Outcome(scheduler, forward)
     outcome.samples += call.run(0 if setting.device == "cpu" else 1)
     assert sum(new_tokens) >= sum(map(len, outcome.samples)), "every step is reported"
@@ -453,20 +451,31 @@ def test_tiles_of_rows_that_share_a_prefix():
     scheduler = scheduler_of(answers_of((11, 7, 5, [6]), (11, 1, 5, [6]), (4, 2, 5, [6])), rows=16, prefill_tokens=100)
     scheduler.next_chunks()
     scheduler.start()
-    assert longest_shared([11, 4], block_tokens=4) == 8
-    assert longest_shared([4, 1], block_tokens=4) == 0
-    prefixes = SharedPrefixes(16, 8, Heads(20, 1, 16), torch.device("cpu"))
-    prefixes.update(scheduler.rows, 4)
-    assert prefixes.tiles_TS[: prefixes.tiles].tolist() == [[8, 0, 1, 2], [8, 3, 4, -1], [8, 5, 6, -1], [0, 0, 0, 0]]
+    prefixes, cache = SharedPrefixes(16, Heads(20, 1, 16), torch.device("cpu")), SimpleNamespace(block_tokens=4, shape=Cache.shape)
+    prefixes.update(scheduler.rows, cache)  # pyright: ignore
+    assert prefixes.in_use
+    assert prefixes.tiles_TS[: prefixes.tile_count].tolist() == [[8, 0, 1, -1], [8, 2, 3, -1], [8, 4, 5, 6], [0, 0, 0, 0]]
     assert prefixes.tokens_R.tolist() == [8] * 7 + [0] * 9
-    assert prefixes.unread_tokens == (2 + 1 + 1) * 8
+    assert prefixes.unread_tokens == (1 + 1 + 2) * 8
     for row in (0, 2, 3, 4, 6):
         scheduler.remove(scheduler.rows[row])
-    prefixes.update(scheduler.rows, 4)
-    assert prefixes.tiles_TS[: prefixes.tiles].tolist() == [[8, 1, 5, -1]]
+    prefixes.update(scheduler.rows, cache)  # pyright: ignore
+    assert prefixes.tiles_TS[: prefixes.tile_count].tolist() == [[8, 1, 5, -1], *[[0, 0, 0, 0]] * 3], "as many as were launched"
     scheduler.remove(scheduler.rows[1])
-    prefixes.update(scheduler.rows, 4)
-    assert (prefixes.tiles, prefixes.unread_tokens, int(prefixes.tokens_R.sum())) == (0, 0, 0)
+    prefixes.update(scheduler.rows, cache)  # pyright: ignore
+    assert (prefixes.in_use, prefixes.unread_tokens) == (False, 0)
+
+
+@pytest.mark.parametrize(("bytes_per_token", "worthwhile"), [(WORTHWHILE_BYTES // 16, True), (1000, False)])
+def test_prefixes_are_read_by_tiles_where_that_spares_enough(bytes_per_token, worthwhile):
+    scheduler = scheduler_of(answers_of((11, 3, 5, [6])), prefill_tokens=100)
+    scheduler.next_chunks()
+    scheduler.start()
+    shape = SimpleNamespace(bytes_per_token=3 * bytes_per_token, layers=3)
+    shared, cache = SharedPrefixes(8, Heads(4, 1, 16), torch.device("cpu")), SimpleNamespace(block_tokens=4, shape=shape)
+    shared.update(scheduler.rows, cache)  # pyright: ignore
+    assert shared.unread_tokens == 2 * 8
+    assert shared.in_use == worthwhile
 
 
 def test_rows_read_a_prefix_once_while_others_come_and_go():

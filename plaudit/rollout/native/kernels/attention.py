@@ -2,8 +2,8 @@
 
 A program reads one sequence's keys and values for one key-value head, once for all query heads that share it, block by block
 through the block table. Long sequences are split among programs at stretch boundaries, and a second kernel combines the results.
-The blocks that the samples of a prompt share are read first, once for all of them, by a kernel of their own: it leaves the state
-after each stretch, from which a sample's program continues with its own blocks.
+The blocks that samples of a prompt share are read first, for a tile of samples at once (prefixes.py), by a kernel of their own: it
+leaves the state after each stretch, from which a sample's program continues with its own blocks.
 Blocks and stretches are always added up in training's order (models/kernels/attention.py), so the bits are the same.
 """
 
@@ -27,7 +27,7 @@ from plaudit.rollout.native.prefixes import TILE_QUERIES, SharedPrefixes
 FEWEST_QUERY_ROWS = 16  # of a tensor core tile
 BYTES_PER_WARP = 4096  # of queries: one warp holds 16 heads of size up to 128 in bf16, so that no warp waits for another
 STAGES = 3
-PREFIX_WARPS, MOST_PREFIX_PARTS = 4, 8
+PREFIX_WARPS = 4
 MOST_PARTS = 32
 PROGRAMS, MOST_TOKENS = 512, 1024  # at least as many programs; at most as many tokens per part
 
@@ -77,11 +77,12 @@ def _launch(
     split = split_for(B, cache.kv_heads, longest)
     group, width = heads // cache.kv_heads, next_power_of_2(size)
     rows = max(FEWEST_QUERY_ROWS, next_power_of_2(group))
-    prefixes = None if window is not None else prefixes  # a window may begin inside a prefix
+    window = window if window is not None and window < longest else None  # a longer one hides nothing
+    if prefixes is not None and (window is not None or not prefixes.tile_count):
+        prefixes = None  # a window may begin inside a prefix
     out_BE = torch.empty(B, heads * size, dtype=query_BHD.dtype, device=query_BHD.device)
-    of_prefixes = 0 if prefixes is None else -(-prefixes.longest // STRETCH)
-    stretches = of_prefixes if split.parts == 1 else -(-split.parts * split.tokens // STRETCH)
-    if stretches:
+    stretches = -(-split.parts * split.tokens // STRETCH)
+    if split.parts > 1 or prefixes is not None:
         parts = torch.empty(B, heads, stretches, size, dtype=torch.float32, device=query_BHD.device)
         sums = torch.empty(B, heads, stretches, 2, dtype=torch.float32, device=query_BHD.device)
     else:
@@ -95,10 +96,10 @@ def _launch(
         cache.strides[0], layer * cache.strides[1], cache.strides[2], positions_B, positions_B.stride(0),
     )  # fmt: skip
     if prefixes is not None:
-        prefix_parts = min(of_prefixes, MOST_PREFIX_PARTS)
-        _attend_prefix[(prefixes.tiles, cache.kv_heads, prefix_parts)](
+        prefix_parts = min(stretches, -(-PROGRAMS // (prefixes.tile_count * cache.kv_heads)))
+        _attend_prefix[(prefixes.tile_count, cache.kv_heads, prefix_parts)](
             *inputs, prefixes.tiles_TS, parts, sums, scale * LOG2_E, stretches,
-            SAMPLES=prefixes.samples_per_tile, ROWS=TILE_QUERIES, PARTS=prefix_parts, **shape,
+            SAMPLES=prefixes.samples_per_tile, ROWS=TILE_QUERIES, **shape,
             num_warps=PREFIX_WARPS, num_stages=STAGES, **NO_FP_FUSION,
         )  # fmt: skip
     shared_B = positions_B if prefixes is None else prefixes.tokens_R
@@ -108,10 +109,9 @@ def _launch(
         num_warps=warps_for(rows, width, query_BHD.element_size()), num_stages=STAGES, **NO_FP_FUSION,
     )  # fmt: skip
     if split.parts > 1:
-        window_too = {"WINDOW": window is not None}
         _combine[(B, heads)](
             parts, sums, positions_B, positions_B.stride(0), out_BE, window or 0, stretches,
-            **constants, **window_too, num_warps=1, **NO_FP_FUSION,
+            WINDOW=window is not None, **constants, num_warps=1, **NO_FP_FUSION,
         )  # fmt: skip
     return out_BE
 
@@ -149,9 +149,9 @@ def _attend_prefix(
     anchor_ptr, base_ptr, tables_ptr, tables_stride, block_stride, layer_offset, value_offset,
     positions_ptr, positions_stride, tiles_ptr, parts_ptr, sums_ptr, scale, stretches,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    SAMPLES: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, STRETCH: tl.constexpr, ROTATE: tl.constexpr,
+    SAMPLES: tl.constexpr, BLOCK: tl.constexpr, STRETCH: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """Each program: the queries of one tile's samples for one key-value head, and every PARTS-th stretch of their prefix."""
+    """Each program: the queries of one tile's samples for one key-value head, and some stretches of their prefix."""
     tile_ptr = tiles_ptr + tl.program_id(0) * (1 + SAMPLES)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
@@ -174,7 +174,7 @@ def _attend_prefix(
         query = tl.load(query_place + at[None, :], mask=inside, other=0.0)
     keys_ptr = anchor_ptr + tl.multiple_of(tl.load(base_ptr), 16) + layer_offset + kv_head * (BLOCK * D)
     table_ptr = tables_ptr + tl.load(tile_ptr + 1).to(tl.int64) * tables_stride  # all samples' tables begin alike
-    for stretch in tl.range(part, tl.cdiv(shared, STRETCH), PARTS):  # pyright: ignore[reportGeneralTypeIssues]
+    for stretch in tl.range(part, tl.cdiv(shared, STRETCH), tl.num_programs(2)):  # pyright: ignore[reportGeneralTypeIssues]
         best = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         out = tl.zeros([ROWS, WIDTH], tl.float32)
