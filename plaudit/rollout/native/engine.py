@@ -192,11 +192,13 @@ class NativeEngine(Engine):
             return None
         if not any(request.n > 1 and len(request.tokens) > block for request in requests):
             return None
-        if self._prefixes is None and not prefixes_keep_all_bits(self.forward, block):
-            self.shares_prefixes = False
-            warnings.warn(
-                "sampling reads a prompt for each of its samples, since reading it once gives other bits on this GPU", stacklevel=2
-            )
+        if self._prefixes is None and not (kept := prefixes_keep_all_bits(self.forward, block)):
+            if kept is False:
+                self.shares_prefixes = False
+                warnings.warn(
+                    "sampling reads a prompt for each of its samples, since reading it once gives other bits on this GPU",
+                    stacklevel=2,
+                )
             return None
         if self._prefixes is None or self._prefixes.rows < rows:
             self._prefixes = SharedPrefixes(rounded_rows(rows), self.forward.shape.heads, self.device)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from plaudit.data.pack import pack
-from plaudit.errors import RecipeError
+from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.attention import packed_states
 from plaudit.models.logprobs import logits_of
 from plaudit.rollout.native.batch import COLUMNS, POSITION, TOKEN, BatchRows
@@ -77,11 +77,10 @@ ENOUGH_PROGRAMS = 512  # that attention does not split short sequences
 
 
 @torch.inference_mode()
-def prefixes_keep_all_bits(forward: Forward, block: int) -> bool:
+def prefixes_keep_all_bits(forward: Forward, block: int) -> bool | None:
     """Whether samples that share a prompt have the same states, to the bit, whether each reads it or tiles read it for several.
-    That depends on the GPU's instructions, so it is tried before it is relied on."""
-    shape, rows = forward.shape, -(-ENOUGH_PROGRAMS // forward.shape.heads.kv)
-    was_training, equal = forward.model.training, True
+    That depends on the GPU's instructions, so it is tried before it is relied on. None if there is too little memory to try."""
+    shape, rows, equal = forward.shape, -(-ENOUGH_PROGRAMS // forward.shape.heads.kv), True
     prefixes, state = SharedPrefixes(rows, shape.heads, shape.device), BatchRows(rows, shape.device)
     for length in SHARED_LENGTHS:
         forward.begin(length)
@@ -90,7 +89,10 @@ def prefixes_keep_all_bits(forward: Forward, block: int) -> bool:
         # Each row has a block of its own, with a copy of what the prompt has in its last one, and another newest token.
         tables = np.concatenate([np.tile(np.arange(shared), (rows, 1)), shared + np.arange(rows)[:, None]], 1).astype(np.int32)
         cache = KVCache(shape, rows, shared + 1, block_tokens=block)
-        cache.allocate(shared + rows)
+        try:
+            cache.allocate(shared + rows, min_blocks=shared + rows)
+        except PlauditError:
+            return None
         forward.prefill([PrefillChunk(PrefillJob(tokens, deque(), blocks=tables[0].tolist()), 0, length - 1)], cache)
         if rows > 1:
             cache.copy_blocks([(shared, shared + row) for row in range(1, rows)], block)
@@ -102,6 +104,4 @@ def prefixes_keep_all_bits(forward: Forward, block: int) -> bool:
         alone, together = (forward.hidden(state, rows, cache, length, given) for given in (None, prefixes))
         equal = equal and torch.equal(alone, together)
         cache.release(to_driver=False)
-    forward.end()
-    forward.model.train(was_training)
     return equal
