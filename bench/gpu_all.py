@@ -43,7 +43,7 @@ MEASUREMENTS = {
     "attention": Measurement(1, "bench/gpu_attention.py --out OUT"),
     "adapters": Measurement(1, "bench/gpu_lora.py --out OUT"),
     "draw": Measurement(1, "bench/gpu_draw.py --out OUT"),
-    "prefixes": Measurement(2, "bench/gpu_prefixes.py --out OUT"),
+    "prefixes": Measurement(5, "bench/gpu_prefixes.py --out OUT"),
     "step": Measurement(6, f"{STEP} grpo --lora --profile"),
     "sft": Measurement(4, f"{STEP} sft,dpo"),
     "long": Measurement(4, f"{STEP} long\n{STEP} long --set train.share_prompts=false"),

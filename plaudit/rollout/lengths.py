@@ -7,11 +7,15 @@ from plaudit.errors import PlauditError
 from plaudit.rollout.engine import Request, Sampling
 
 
+def context_of(config: Any) -> int | None:
+    """The most tokens of a sequence, if the model has a limit."""
+    return getattr(config, "max_position_embeddings", None)
+
+
 def require_lengths(requests: Sequence[Request], sampling: Sampling, config: Any) -> int:
     """The longest sequence that may come of these requests, prompt and response. Raises a PlauditError that names the first prompt
     which is empty, or too long for the model of this config."""
-    context = getattr(config, "max_position_embeddings", None)
-    longest = 0
+    context, longest = context_of(config), 0
     for request in requests:
         if not len(request.tokens):
             raise PlauditError(f"prompt {request.prompt_id} is empty")

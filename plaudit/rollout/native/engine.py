@@ -114,8 +114,8 @@ class NativeEngine(Engine):
         self._busy = True
         try:
             rows = min(sum(r.n for r in requests), self.max_sequences)
-            prefixes = self._prefixes_for(requests, rows)  # before the cache takes the memory
             self.forward.begin(longest, self._room_to_pack())
+            prefixes = self._prefixes_for(requests, rows, longest)  # before the cache takes the memory
             cache, blocks = self._allocate_cache(rows, longest, requests, sampling)
             on_device = device_sampling(sampling, stopping.end_tokens, self.device, self._sampling_buffers)
             prefill_tokens = PREFILL_TOKENS[self.device.type]
@@ -186,20 +186,23 @@ class NativeEngine(Engine):
         self._rows.clear()
         return self._rows
 
-    def _prefixes_for(self, requests: Sequence[Request], rows: int) -> SharedPrefixes | None:
+    def _prefixes_for(self, requests: Sequence[Request], rows: int, longest: int) -> SharedPrefixes | None:
         block = self.block_tokens
         if not (self.shares_prefixes and self.forward.reads_shared_prefixes and block):
             return None
         if not any(request.n > 1 and len(request.tokens) > block for request in requests):
             return None
-        if self._prefixes is None and not (kept := prefixes_keep_all_bits(self.forward, block)):
+        if self._prefixes is None:
+            kept = prefixes_keep_all_bits(self.forward, block)
+            self.forward.begin(longest, self._room_to_pack())
             if kept is False:
                 self.shares_prefixes = False
                 warnings.warn(
-                    "sampling reads a prompt for each of its samples, since reading it once gives other bits on this GPU",
+                    "sampling reads a prompt for each of its samples: reading it for several at once was tried and gave other bits",
                     stacklevel=2,
                 )
-            return None
+            if not kept:
+                return None
         if self._prefixes is None or self._prefixes.rows < rows:
             self._prefixes = SharedPrefixes(rounded_rows(rows), self.forward.shape.heads, self.device)
             self.forward.graphs.clear()

@@ -19,7 +19,7 @@ from plaudit.rollout.native.cache import CacheShape, KVCache
 from plaudit.rollout.native.cpu_linear import PREPACK_AFTER_STEPS, prepack_head, prepacking_helps
 from plaudit.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from plaudit.rollout.native.graphs import DecodeGraphs, rounded_length
-from plaudit.rollout.native.prefixes import SharedPrefixes
+from plaudit.rollout.native.prefixes import SharedPrefixes, fits_tiles
 from plaudit.rollout.native.scheduler import PrefillChunk
 
 LOGIT_ROWS = 256  # rows whose logits are held at a time, on a GPU: 150 MB for a vocabulary of 152k
@@ -57,8 +57,8 @@ class Forward:
 
     @property
     def reads_shared_prefixes(self) -> bool:
-        """Whether attention can read what rows share for several at once. In fp32 its registers would not suffice."""
-        return self.decode_ops not in (cpu_ops, torch_ops) and self.shape.dtype.itemsize == 2
+        """Whether attention can read what rows share for several at once."""
+        return self.decode_ops not in (cpu_ops, torch_ops) and fits_tiles(self.shape.heads, self.shape.dtype)
 
     @property
     def rows_are_independent(self) -> bool:

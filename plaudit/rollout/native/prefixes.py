@@ -1,7 +1,7 @@
 """Which rows of the batch share the beginning of a prompt, so that attention on a GPU reads it for several of them at once.
 
-The samples of a prompt share its full blocks (scheduler.py). Those that run are dealt to tiles, each of which one program serves:
-a tile is the number of tokens that its rows share, and the rows. A row that is in no tile reads its whole past by itself.
+The samples of a prompt share its full blocks (scheduler.py). Those that run are grouped into tiles: the number of tokens that some
+rows share, and these rows, which a program serves together. A row that is in no tile reads its whole past by itself.
 Either way a token has the same bits (verify.py makes sure of it), so what is faster decides.
 """
 
@@ -17,8 +17,15 @@ from plaudit.rollout.native.scheduler import RunningSequence
 
 TILE_QUERIES = 64  # query heads of a tile's rows, for each key-value head
 FEWEST_ROWS = 2  # of a tile
+WIDEST_HEAD = 128  # the states of a tile of wider ones do not fit into registers
 # That the rows of a layer no longer read, most of it from the GPU's cache: an estimate of twice what the extra kernel takes.
 WORTHWHILE_BYTES = 32_000_000
+
+
+def fits_tiles(heads: Heads, dtype: torch.dtype) -> bool:
+    """Whether the kernel is meant for these heads and numbers: those of fp32 do not fit into registers either."""
+    return FEWEST_ROWS * (heads.query // heads.kv) <= TILE_QUERIES and heads.size <= WIDEST_HEAD and dtype.itemsize == 2
+
 
 Tile = tuple[int, Sequence[int]]
 """Tokens that the rows share, and the rows."""
@@ -28,8 +35,8 @@ class SharedPrefixes:
     """Device memory for up to `rows` rows, at addresses that stay: captured graphs read it."""
 
     def __init__(self, rows: int, heads: Heads, device: torch.device):
-        self.rows, self.samples_per_tile = rows, max(1, TILE_QUERIES // (heads.query // heads.kv))
-        most_tiles, columns = max(1, rows // FEWEST_ROWS), 1 + self.samples_per_tile
+        self.rows, self.samples_per_tile = rows, TILE_QUERIES // (heads.query // heads.kv)
+        most_tiles, columns = -(-rows // FEWEST_ROWS), 1 + self.samples_per_tile
         numbers = torch.zeros(most_tiles * columns + rows, dtype=torch.int32, device=device)
         self._numbers = numbers
         self.tiles_TS = numbers[: most_tiles * columns].view(most_tiles, columns)

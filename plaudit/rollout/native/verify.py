@@ -13,6 +13,7 @@ from plaudit.data.pack import pack
 from plaudit.errors import PlauditError, RecipeError
 from plaudit.models.attention import packed_states
 from plaudit.models.logprobs import logits_of
+from plaudit.rollout.lengths import context_of
 from plaudit.rollout.native.batch import COLUMNS, POSITION, TOKEN, BatchRows
 from plaudit.rollout.native.cache import KVCache
 from plaudit.rollout.native.forward import Forward
@@ -76,32 +77,42 @@ SHARED_LENGTHS = (200, 340, 1100)  # prompts that end in the first stretch, in t
 ENOUGH_PROGRAMS = 512  # that attention does not split short sequences
 
 
-@torch.inference_mode()
 def prefixes_keep_all_bits(forward: Forward, block: int) -> bool | None:
     """Whether samples that share a prompt have the same states, to the bit, whether each reads it or tiles read it for several.
-    That depends on the GPU's instructions, so it is tried before it is relied on. None if there is too little memory to try."""
-    shape, rows, equal = forward.shape, -(-ENOUGH_PROGRAMS // forward.shape.heads.kv), True
-    prefixes, state = SharedPrefixes(rows, shape.heads, shape.device), BatchRows(rows, shape.device)
-    for length in SHARED_LENGTHS:
-        forward.begin(length)
-        shared = (length - 1) // block
-        tokens = (10 + np.arange(length)) % len(forward.head)
-        # Each row has a block of its own, with a copy of what the prompt has in its last one, and another newest token.
-        tables = np.concatenate([np.tile(np.arange(shared), (rows, 1)), shared + np.arange(rows)[:, None]], 1).astype(np.int32)
-        cache = KVCache(shape, rows, shared + 1, block_tokens=block)
-        try:
-            cache.allocate(shared + rows, min_blocks=shared + rows)
-        except PlauditError:
-            return None
+    That depends on the GPU's instructions, so it is tried before it is relied on. None if there is too little memory to try, or if
+    the model's context is too short."""
+    context = context_of(forward.model.config)
+    lengths = [length for length in SHARED_LENGTHS if context is None or length <= context]
+    if not lengths:
+        return None
+    forward.begin(max(lengths))
+    rows = -(-ENOUGH_PROGRAMS // forward.shape.heads.kv)
+    try:
+        return all(torch.equal(*_states_both_ways(forward, block, length, rows)) for length in lengths)
+    except (PlauditError, torch.OutOfMemoryError):
+        return None
+
+
+@torch.inference_mode()
+def _states_both_ways(forward: Forward, block: int, length: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the token after a prompt, a different one in each row."""
+    shape, shared = forward.shape, (length - 1) // block
+    tokens = (10 + np.arange(length)) % len(forward.head)
+    # Each row has a block of its own, with a copy of what the prompt has in its last one.
+    tables = np.concatenate([np.tile(np.arange(shared), (rows, 1)), shared + np.arange(rows)[:, None]], 1).astype(np.int32)
+    cache, state = KVCache(shape, rows, shared + 1, block_tokens=block), BatchRows(rows, shape.device)
+    try:
+        cache.allocate(shared + rows, min_blocks=shared + rows)
         forward.prefill([PrefillChunk(PrefillJob(tokens, deque(), blocks=tables[0].tolist()), 0, length - 1)], cache)
         if rows > 1:
             cache.copy_blocks([(shared, shared + row) for row in range(1, rows)], block)
         cache.set_block_tables(range(rows), tables)
         state.state_RC[:rows, TOKEN] = torch.arange(rows, device=shape.device) % len(forward.head)
         state.state_RC[:rows, POSITION] = length - 1
+        prefixes = SharedPrefixes(rows, shape.heads, shape.device)
         per_tile = prefixes.samples_per_tile
         prefixes.assign([(shared * block, range(first, min(first + per_tile, rows))) for first in range(0, rows, per_tile)])
         alone, together = (forward.hidden(state, rows, cache, length, given) for given in (None, prefixes))
-        equal = equal and torch.equal(alone, together)
+        return alone, together
+    finally:
         cache.release(to_driver=False)
-    return equal

@@ -76,7 +76,7 @@ for capability in (80, 90):
             parts = {"parts_ptr": kept, "sums_ptr": kept, "shared_ptr": "*i32" if shared_prefixes else "*i64"}
             compiled(attention._attend, dtype, capability, constants | {"SHARED": shared_prefixes}, tuned, **parts)
         if usual:
-            samples = {"SAMPLES": 64 // (heads // kv), "ROWS": 64, "ROTATE": True}
+            samples = {"SAMPLES": 64 // (heads // kv), "ROWS": 64, "ROTATE": size == 128}
             parts = {"tiles_ptr": "*i32", "parts_ptr": "*fp32", "sums_ptr": "*fp32"}
             tiled = {"num_warps": attention.PREFIX_WARPS, "num_stages": attention.STAGES} | NO_FP_FUSION
             compiled(attention._attend_prefix, dtype, capability, shape | samples, tiled, **parts)

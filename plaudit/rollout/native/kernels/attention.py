@@ -128,15 +128,15 @@ def _rotated(place, at, inside, position, cos_ptr, sin_ptr, D: tl.constexpr, dty
 
 
 @triton.jit
-def _keep_stretch(parts_ptr, sums_ptr, place, inside, used, at, best, total, out, D: tl.constexpr):
+def _store_stretch(parts_ptr, sums_ptr, place, inside, used, at, best, total, out, D: tl.constexpr):
     tl.store(parts_ptr + place[:, None] * D + at[None, :], out, mask=inside)
     tl.store(sums_ptr + place * 2, best, mask=used)
     tl.store(sums_ptr + place * 2 + 1, total, mask=used)
 
 
 @triton.jit
-def _kept_stretch(parts_ptr, sums_ptr, place, inside, used, at, D: tl.constexpr):
-    """What `_keep_stretch` stored; the state before any key where nothing is used."""
+def _load_stretch(parts_ptr, sums_ptr, place, inside, used, at, D: tl.constexpr):
+    """What `_store_stretch` stored; the state before any key where nothing is used."""
     best = tl.load(sums_ptr + place * 2, mask=used, other=-float("inf"))
     total = tl.load(sums_ptr + place * 2 + 1, mask=used, other=0.0)
     out = tl.load(parts_ptr + place[:, None] * D + at[None, :], mask=inside, other=0.0)
@@ -186,7 +186,7 @@ def _attend_prefix(
             valid = token[None, :] < BLOCK  # shared blocks are full
             best, total, out = attend_block(query, key, value, valid, scale, best, total, out)
         place = (sequence * HEADS + head) * stretches + stretch
-        _keep_stretch(parts_ptr, sums_ptr, place, inside, used, at, best, total, out, D)
+        _store_stretch(parts_ptr, sums_ptr, place, inside, used, at, best, total, out, D)
 
 
 @triton.jit
@@ -251,18 +251,18 @@ def _attend(
     if SHARED:
         if not SPLIT:
             for stretch in tl.range(0, shared // STRETCH):
-                of_prefix = _kept_stretch(parts_ptr, sums_ptr, place + stretch, inside, row < GROUP, at, D)
+                of_prefix = _load_stretch(parts_ptr, sums_ptr, place + stretch, inside, row < GROUP, at, D)
                 all_best, all_total, all_out = merge_stretch(all_best, all_total, all_out, of_prefix[0], of_prefix[1], of_prefix[2])
         # The prefix may end inside a stretch, whose state is continued.
         begun = (first == shared) & (shared % STRETCH > 0)
-        best, total, out = _kept_stretch(
+        best, total, out = _load_stretch(
             parts_ptr, sums_ptr, place + shared // STRETCH, inside & begun, (row < GROUP) & begun, at, D
         )
     for start in tl.range(first, end, BLOCK):
         if (start > first) & (start % STRETCH == 0):
             if SPLIT:
                 before = place + start // STRETCH - 1
-                _keep_stretch(parts_ptr, sums_ptr, before, inside, row < GROUP, at, best, total, out, D)
+                _store_stretch(parts_ptr, sums_ptr, before, inside, row < GROUP, at, best, total, out, D)
             else:
                 all_best, all_total, all_out = merge_stretch(all_best, all_total, all_out, best, total, out)
             best = tl.full([ROWS], -float("inf"), tl.float32)  # resets the sums: total and out are scaled by 0
@@ -278,7 +278,7 @@ def _attend(
         best, total, out = attend_block(query, key, value, valid[None, :], scale, best, total, out)
     if SPLIT:
         if first < end:
-            _keep_stretch(parts_ptr, sums_ptr, place + (end - 1) // STRETCH, inside, row < GROUP, at, best, total, out, D)
+            _store_stretch(parts_ptr, sums_ptr, place + (end - 1) // STRETCH, inside, row < GROUP, at, best, total, out, D)
     else:
         best, total, out = merge_stretch(all_best, all_total, all_out, best, total, out)
         out_place = out_ptr + (sequence * HEADS + head[:, None]) * D + at[None, :]
