@@ -47,7 +47,7 @@ from plaudit.rollout.native.forward import Forward
 from plaudit.rollout.native.graphs import rounded_rows
 from plaudit.rollout.native.prefixes import SharedPrefixes
 from plaudit.rollout.native.scheduler import RunningSequence, Scheduler
-from plaudit.rollout.native.verify import prefixes_keep_all_bits, verify_decode
+from plaudit.rollout.native.verify import shared_prefixes_are_exact, verify_decode
 from plaudit.rollout.stopping import Stopping, end_tokens_of
 from plaudit.types import Sample
 
@@ -193,15 +193,16 @@ class NativeEngine(Engine):
         if not any(request.n > 1 and len(request.tokens) > block for request in requests):
             return None
         if self._prefixes is None:
-            kept = prefixes_keep_all_bits(self.forward, block)
+            exact = shared_prefixes_are_exact(self.forward, block)
             self.forward.begin(longest, self._room_to_pack())
-            if kept is False:
+            if exact is False:
                 self.shares_prefixes = False
                 warnings.warn(
-                    "sampling reads a prompt for each of its samples: reading it for several at once was tried and gave other bits",
+                    "sampling is slower than it could be: reading a prompt once for several samples "
+                    "does not give the same bits on this GPU",
                     stacklevel=2,
                 )
-            if not kept:
+            if not exact:
                 return None
         if self._prefixes is None or self._prefixes.rows < rows:
             self._prefixes = SharedPrefixes(rounded_rows(rows), self.forward.shape.heads, self.device)

@@ -2,7 +2,7 @@
 
 The samples of a prompt share its full blocks (scheduler.py). Those that run are grouped into tiles: the number of tokens that some
 rows share, and these rows, which a program serves together. A row that is in no tile reads its whole past by itself.
-Either way a token has the same bits (verify.py makes sure of it), so what is faster decides.
+Either way a token has the same bits (verify.py tests it), so what is faster decides.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from plaudit.rollout.native.scheduler import RunningSequence
 TILE_QUERIES = 64  # query heads of a tile's rows, for each key-value head
 FEWEST_ROWS = 2  # of a tile
 WIDEST_HEAD = 128  # the states of a tile of wider ones do not fit into registers
-# That the rows of a layer no longer read, most of it from the GPU's cache: an estimate of twice what the extra kernel takes.
+# Saved reads of a layer, mostly of the GPU's cache, from which on tiles are used: an estimate, twice what the extra kernel costs.
 WORTHWHILE_BYTES = 32_000_000
 
 
@@ -46,7 +46,7 @@ class SharedPrefixes:
         self.tile_count = 0
         """Tiles to launch: a power of 2 that changes rarely, so that few graphs are captured."""
         self.unread_tokens = 0
-        """Tokens that rows do not read since their tile reads them for another row, too."""
+        """Tokens that rows need not read, because their tile reads them once for several rows."""
         self.in_use = False
         """Whether tiles save time now."""
 

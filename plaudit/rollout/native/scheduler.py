@@ -39,7 +39,7 @@ class RunningSequence:
     """The row it has in the device's state, if any."""
     blocks: list[int] = field(default_factory=list)
     shared_blocks: int = 0
-    """How many of them, at the beginning, are those of its prefill, which all sequences that continue it have."""
+    """How many of them, at the beginning, are shared with the other sequences of the same prefill."""
 
     @property
     def position(self) -> int:

@@ -77,10 +77,9 @@ SHARED_LENGTHS = (200, 340, 1100)  # prompts that end in the first stretch, in t
 ENOUGH_PROGRAMS = 512  # that attention does not split short sequences
 
 
-def prefixes_keep_all_bits(forward: Forward, block: int) -> bool | None:
-    """Whether samples that share a prompt have the same states, to the bit, whether each reads it or tiles read it for several.
-    That depends on the GPU's instructions, so it is tried before it is relied on. None if there is too little memory to try, or if
-    the model's context is too short."""
+def shared_prefixes_are_exact(forward: Forward, block: int) -> bool | None:
+    """Whether reading a shared prompt by tiles gives the same states, to the bit, as reading it for every sample. It depends on the
+    GPU's instructions, so it is tested before it is relied on. None if memory or the model's context is too small for the test."""
     context = context_of(forward.model.config)
     lengths = [length for length in SHARED_LENGTHS if context is None or length <= context]
     if not lengths:

@@ -1163,7 +1163,7 @@ def test_the_engine_samples_the_same_with_kernels(tiny_models, monkeypatch, pref
     requests = [Request(f"p{i}", np.arange(length) % 300, n=n, max_new_tokens=new) for i, (length, n, new) in enumerate(sizes)]
     monkeypatch.setattr(prefixes, "WORTHWHILE_BYTES", 0)
     monkeypatch.setattr(forward.Forward, "reads_shared_prefixes", property(lambda self: self.ops is kernels))
-    monkeypatch.setattr(engine, "prefixes_keep_all_bits", lambda *_: True)
+    monkeypatch.setattr(engine, "shared_prefixes_are_exact", lambda *_: True)
     sampling = Sampling(max_new_tokens=8, seed=3, **settings)
     monkeypatch.setattr(sampler, "TILE", 64)
 
@@ -1203,24 +1203,24 @@ def test_prefixes_that_change_a_bit_are_not_shared(tiny_models, monkeypatch, pre
     subject = NativeEngine(model, None, block_tokens=16)
     monkeypatch.setattr(kernels.attention, "STRETCH", 32)
     assert not prefix_launches, "not before samples share a prompt"
-    assert verify.prefixes_keep_all_bits(subject.forward, 16) is not wrong
+    assert verify.shared_prefixes_are_exact(subject.forward, 16) is not wrong
     assert len(prefix_launches) == 2 * 2, "two prompts, two layers"
     model.config.max_position_embeddings = 20
-    assert verify.prefixes_keep_all_bits(subject.forward, 16), "one prompt is not longer than that"
+    assert verify.shared_prefixes_are_exact(subject.forward, 16), "one prompt is not longer than that"
     assert len(prefix_launches) == 3 * 2
     model.config.max_position_embeddings = 19
-    assert verify.prefixes_keep_all_bits(subject.forward, 16) is None
+    assert verify.shared_prefixes_are_exact(subject.forward, 16) is None
     model.config.max_position_embeddings = 2048
     if wrong:
         requests = [Request("p", np.arange(20), n=2)]
-        with pytest.warns(UserWarning, match="was tried and gave other bits"):
+        with pytest.warns(UserWarning, match="does not give the same bits"):
             assert len(list(subject.generate(requests, Sampling(max_new_tokens=1)))) == 2
         assert not subject.shares_prefixes
 
 
 @pytest.mark.slow
-def test_prefixes_are_not_shared_where_nothing_is_left_to_try_it(tiny_models, monkeypatch, prefix_launches):
-    """Memory may suffice the next time, so nobody is warned."""
+def test_prefixes_are_not_shared_if_memory_is_too_small_for_the_test(tiny_models, monkeypatch, prefix_launches):
+    """The next call may have enough, so there is no warning."""
     from plaudit.models.trainable import load_model
     from plaudit.recipe import ModelSettings
     from plaudit.rollout.native import forward
