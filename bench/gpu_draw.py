@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="also append each line to FOLDER/gpu_draw.jsonl")
     args = parser.parse_args()
     device = torch.device(args.device)
-    if device.type == "cuda":
+    if device.index is not None:
         torch.cuda.set_device(device)
     about = f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}"
     print(f"{about}\n")

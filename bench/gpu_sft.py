@@ -82,14 +82,18 @@ def packed_step(trainer: Trainer, examples: list[Example]) -> dict[str, float]:
     return trainer.update(batches, lambda b: (nll(target_logprobs(trainer.trained.model, b).logprobs_N, targets), {}), 1e-5)
 
 
-def padded_batches(examples: list[Example]) -> list[list[Example]]:
+class PaddedBatch(list[Example]):
+    has_signal = True  # what the trainer asks of a batch
+
+
+def padded_batches(examples: list[Example]) -> list[PaddedBatch]:
     """Batches of similar lengths within the token budget, including padding."""
-    batches: list[list[Example]] = []
+    batches: list[PaddedBatch] = []
     for example in sorted(examples, key=len):
         if batches and len(example) * (len(batches[-1]) + 1) <= TOKENS_PER_MICRO_BATCH:
             batches[-1].append(example)
         else:
-            batches.append([example])
+            batches.append(PaddedBatch([example]))
     return batches
 
 

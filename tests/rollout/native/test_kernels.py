@@ -1132,6 +1132,22 @@ def test_draws_do_not_depend_on_the_batch(settings, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("settings", [SETTINGS[name] for name in ("top p", "small p", "min p", "all, hot")], ids=str)
+def test_draws_do_not_depend_on_how_they_are_shared_out(settings, monkeypatch):
+    """Among programs, and between their rounds and the one that goes on alone; small top-p excludes many winners in turn."""
+    monkeypatch.setattr(sampler, "TILE", 64)
+    logits, state = logits_of(600, ["usual", "nearly flat", "ties"] * 2, 8), state_of(6, 8)
+    state[:, POSITION] = 3
+    sampling = Sampling(max_new_tokens=1, **settings)
+    found = []
+    for rounds, programs in ((3, 1024), (1, 1), (2, 24)):  # 16, 1 and 4 for a row
+        monkeypatch.setattr(kernels.draw, "ROUNDS", rounds)
+        monkeypatch.setattr(kernels.draw, "PROGRAMS", programs)
+        found.append(drawn(kernels, logits, state, sampling, frozenset())[1])
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.slow
 def test_kernels_and_torch_draw_the_same_tokens(monkeypatch):
     """For as many rows as the interpreter has time for; the noise itself is compared above, for thousands."""
     monkeypatch.setattr(sampler, "TILE", 128)

@@ -78,7 +78,7 @@ for capability in (80, 90):
         if usual:
             samples = {"SAMPLES": 64 // (heads // kv), "ROWS": 64, "ROTATE": size == 128}
             parts = {"tiles_ptr": "*i32", "parts_ptr": "*fp32", "sums_ptr": "*fp32"}
-            tiled = {"num_warps": attention.PREFIX_WARPS, "num_stages": attention.STAGES} | NO_FP_FUSION
+            tiled = {"num_warps": attention.PREFIX_WARPS, "num_stages": attention.PREFIX_STAGES} | NO_FP_FUSION
             compiled(attention._attend_prefix, dtype, capability, shape | samples, tiled, **parts)
         combine = {"HEADS": heads, "D": size, "WIDTH": size, "STRETCH": 256, "WINDOW": False}
         compiled(attention._combine, dtype, capability, combine, {"num_warps": 1} | NO_FP_FUSION, parts_ptr="*fp32")
@@ -142,8 +142,13 @@ for capability in (80, 90):
         compiled(top_k._choose, "fp32", capability, choose, {"num_warps": 8}, chosen_ptr="*i32")
     peaks = {"COLUMNS": 5, "BLOCK": top_k.BLOCK, "AT_ONCE": top_k.BLOCKS_AT_ONCE}
     compiled(top_k._peaks, "fp32", capability, peaks, {"num_warps": 8})
-    for floor in (True, False)[:kinds]:
-        compiled(draw._accept, "fp32", capability, row | {"MANY": 64, "FLOOR": floor}, {"num_warps": 8})
+    of_round = {"winner_ptr": "*i32", "above_ptr": "*i64", "fastest_ptr": "*i32"}
+    of_rounds = of_round | {"last_" + name: type for name, type in of_round.items()}
+    for floor, programs in ((True, 32), (False, 4))[:kinds]:
+        constants = row | {"MANY": 64, "PROGRAMS": programs, "FLOOR": floor}
+        for first in (True, False):
+            compiled(draw._narrow, "fp32", capability, constants | {"FIRST": first}, {"num_warps": 8}, **of_rounds)
+        compiled(draw._accept, "fp32", capability, constants, {"num_warps": 8}, **of_round)
     statuses = {"RUNNING": 1, "ENDED": 2, "AT_LIMIT": 3}
     settle = row | {"MANY": 64, "ENDS": 3, "MANY_ENDS": 4} | statuses
     for tempered, at_once, greedy, warps in ((True, False, False, 8), (True, True, False, 1), (False, False, True, 8))[:kinds]:
@@ -170,8 +175,8 @@ def test_all_kernels_compile(found):
         "models_attend", "models_add", "models_add_norm", "models_norm_backward", "models_swiglu", "models_swiglu_backward",
         "models_join_parts", "models_rotate", "models_norm_heads", "models_sum_copies", "models_sum_tiles", "models_settle",
         "models_gradients", "models_merge", "models_dequantise_merge", *HOPPER_ONLY,
-        "rollout_attend_prefix", "rollout_attend", "rollout_combine", "rollout_write", "rollout_read", "rollout_accept",
-        "rollout_settle", "rollout_peaks", "rollout_choose", "rollout_kth",
+        "rollout_attend_prefix", "rollout_attend", "rollout_combine", "rollout_write", "rollout_read", "rollout_narrow",
+        "rollout_accept", "rollout_settle", "rollout_peaks", "rollout_choose", "rollout_kth",
     }  # fmt: skip
     assert all(entry["cubin"] > 1000 for entry in found)
     assert all(entry["shared"] < 99_000 for entry in found if entry["kernel"] not in HOPPER_ONLY), "or some GPUs could not run it"

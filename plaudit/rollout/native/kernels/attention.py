@@ -27,7 +27,7 @@ from plaudit.rollout.native.prefixes import TILE_QUERIES, SharedPrefixes
 FEWEST_QUERY_ROWS = 16  # of a tensor core tile
 BYTES_PER_WARP = 4096  # of queries: one warp holds 16 heads of size up to 128 in bf16, so that no warp waits for another
 STAGES = 3
-PREFIX_WARPS = 4
+PREFIX_WARPS, PREFIX_STAGES, PREFIX_PROGRAMS = 4, 3, 512
 MOST_PARTS = 32
 PROGRAMS, MOST_TOKENS = 512, 1024  # at least as many programs; at most as many tokens per part
 
@@ -96,11 +96,11 @@ def _launch(
         cache.strides[0], layer * cache.strides[1], cache.strides[2], positions_B, positions_B.stride(0),
     )  # fmt: skip
     if prefixes is not None:
-        prefix_parts = min(stretches, -(-PROGRAMS // (prefixes.tile_count * cache.kv_heads)))
+        prefix_parts = min(stretches, -(-PREFIX_PROGRAMS // (prefixes.tile_count * cache.kv_heads)))
         _attend_prefix[(prefixes.tile_count, cache.kv_heads, prefix_parts)](
             *inputs, prefixes.tiles_TS, parts, sums, scale * LOG2_E, stretches,
             SAMPLES=prefixes.samples_per_tile, ROWS=TILE_QUERIES, **shape,
-            num_warps=PREFIX_WARPS, num_stages=STAGES, **NO_FP_FUSION,
+            num_warps=PREFIX_WARPS, num_stages=PREFIX_STAGES, **NO_FP_FUSION,
         )  # fmt: skip
     shared_B = positions_B if prefixes is None else prefixes.tokens_R
     _attend[(B, cache.kv_heads, split.parts)](

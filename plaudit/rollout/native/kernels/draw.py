@@ -4,12 +4,16 @@
 tokens (see the sampler's docstring). In place of argmax of z/τ + g it runs an exponential race: token v arrives after a time
 E_v / exp(z_v/τ), E standard exponential, and the first one wins. That takes one logarithm per token instead of two.
 
-Top-k, top-p and min-p keep every token above some logit. For these, `_read` lets all tokens race at once and `_accept` checks
-whether the winner is kept. If not, no token below it is kept either, and the race is repeated among those above it.
+Top-k, top-p and min-p keep every token above some logit. For these, `_read` lets all tokens race at once, or the top k. A round
+(`_narrow`) sums what is above the winner, which says whether it is kept, and repeats the race among these tokens in case it is not:
+then no token below the winner is kept either. The next round begins with its outcome. All programs of a row work on each round;
+`_accept` goes on alone, after as many rounds as nearly all rows need.
 """
 
 # A launch takes arguments that the kernel does not declare.
 # pyright: reportCallIssue=false, reportArgumentType=false
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,32 +28,63 @@ from plaudit.rollout.native import sampler
 from plaudit.rollout.native.batch import AT_LIMIT, COLUMNS, ENDED, RUNNING, DeviceSampling
 from plaudit.rollout.native.kernels.top_k import kth_greatest
 
+SUMS = tl.constexpr(5)  # numbers that `_read` leaves for each tile
+# In each round a winner is kept with a probability of at least top_p: at 0.9 one row in a thousand needs more than three rounds.
+# Without top-p there are two races at most, since only what min-p keeps takes part in the second.
+ROUNDS = 3
+PROGRAMS = 1024  # of a round, at least: they fill the device
+
 
 def draw_and_advance(logits_BV: Tensor, rows_BC: Tensor, results_B4: Tensor, sampling: DeviceSampling) -> None:
     B, V = logits_BV.shape
     parameters, ends = sampling.parameters, sampling.end_tokens
     tile = sampler.TILE
     tiles = -(-V // tile)
-    sums_BT4 = torch.empty(B, tiles, 4, dtype=torch.float32, device=logits_BV.device)
+    sums_BT5 = torch.empty(B, tiles, SUMS.value, dtype=torch.float32, device=logits_BV.device)
     tokens_BT = torch.empty(B, tiles, dtype=torch.int32, device=logits_BV.device)
     has_floor = 0 < sampling.top_k < V
     floor_B = kth_greatest(logits_BV, rows_BC, sampling.top_k) if has_floor else parameters
     at_once = has_floor or sampling.truncated
+    many = next_power_of_2(tiles)
+    shape = {"COLUMNS": COLUMNS, "TILE": tile}
+    logits = logits_BV, logits_BV.stride(0), rows_BC, parameters
     _read[(B, tiles)](
-        logits_BV, logits_BV.stride(0), rows_BC, parameters, floor_B, sums_BT4, tokens_BT, V, tiles,
-        COLUMNS=COLUMNS, TILE=tile, TEMPERED=sampling.tempered, AT_ONCE=at_once, FLOOR=has_floor, num_warps=WARPS, **NO_FP_FUSION,
+        *logits, floor_B, sums_BT5, tokens_BT, V, tiles,
+        TEMPERED=sampling.tempered, AT_ONCE=at_once, FLOOR=has_floor, num_warps=WARPS, **shape, **NO_FP_FUSION,
     )  # fmt: skip
     if sampling.truncated:
-        _accept[(B,)](
-            logits_BV, logits_BV.stride(0), rows_BC, parameters, floor_B, sums_BT4, tokens_BT, V, tiles,
-            COLUMNS=COLUMNS, TILE=tile, MANY=next_power_of_2(tiles), FLOOR=has_floor, num_warps=8,
-        )  # fmt: skip
+        programs = min(next_power_of_2(-(-PROGRAMS // B)), many)
+        narrowed = {"MANY": many, "PROGRAMS": programs, "FLOOR": has_floor, "num_warps": 8} | shape
+        read, found = (sums_BT5, tokens_BT), None
+        for _ in range(ROUNDS):
+            last, found = found, _Found.empty(B, programs, logits_BV.device)
+            _narrow[(B, programs)](*logits, *read, *(last or found), *found, V, tiles, FIRST=last is None, **narrowed)
+        assert found is not None
+        _accept[(B,)](*logits, *read, *found, V, tiles, **narrowed)
     _settle[(B,)](
-        logits_BV, logits_BV.stride(0), rows_BC, parameters, sums_BT4, tokens_BT, ends, results_B4, V, tiles,
-        COLUMNS=COLUMNS, TILE=tile, MANY=next_power_of_2(tiles), ENDS=len(ends), MANY_ENDS=next_power_of_2(len(ends)),
+        *logits, sums_BT5, tokens_BT, ends, results_B4, V, tiles,
+        MANY=many, ENDS=len(ends), MANY_ENDS=next_power_of_2(len(ends)),
         TEMPERED=sampling.tempered, GREEDY=sampling.greedy, AT_ONCE=at_once, RUNNING=RUNNING, ENDED=ENDED, AT_LIMIT=AT_LIMIT,
-        num_warps=1 if at_once else 8, **NO_FP_FUSION,
+        num_warps=1 if at_once else 8, **shape, **NO_FP_FUSION,
     )  # fmt: skip
+
+
+class _Found(NamedTuple):
+    """What the programs of a round find."""
+
+    winner_B: Tensor
+    """With which the round begins; −1 − winner, if it is kept, whereupon nothing else is looked for."""
+    above_BP: Tensor
+    """The probability of tokens above the winner, in multiples of 2^-40."""
+    speed_BP: Tensor
+    fastest_BP: Tensor
+    """The fastest token above the winner that min-p keeps, and its speed."""
+
+    @staticmethod
+    def empty(rows: int, programs: int, device: torch.device) -> "_Found":
+        shapes = {torch.int32: (rows,), torch.int64: (rows, programs), torch.float32: (rows, programs)}
+        winner_B, above_BP, speed_BP = (torch.empty(shape, dtype=dtype, device=device) for dtype, shape in shapes.items())
+        return _Found(winner_B, above_BP, speed_BP, torch.empty_like(speed_BP, dtype=torch.int32))
 
 
 @triton.jit
@@ -113,7 +148,7 @@ def _read(
     COLUMNS: tl.constexpr, TILE: tl.constexpr, TEMPERED: tl.constexpr, AT_ONCE: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     """For one tile of one row: the maximum logit, Σ exp of the logits and of the tempered ones; if all tokens race at once, also
-    the winner and the logarithm of its speed."""
+    the winner and the logarithm of its speed, and Σ exp of the tempered logits at or above the floor, if there is one."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     rows_ptr += row * COLUMNS
@@ -122,7 +157,7 @@ def _read(
     token = tile * TILE + tl.arange(0, TILE)
     z = tl.load(logits_ptr + row * logits_stride + token, mask=token < V, other=-float("inf"))
     greatest, odds = tile_odds(z, 1.0, False)  # pyright: ignore[reportGeneralTypeIssues]
-    place = (row * tiles + tile) * 4
+    place = (row * tiles + tile) * SUMS
     tl.store(sums_ptr + place, greatest)
     tl.store(sums_ptr + place + 1, tl.sum(odds, 0))
     if TEMPERED:
@@ -131,6 +166,7 @@ def _read(
     if AT_ONCE:
         if FLOOR:
             odds = tl.where(z >= tl.load(floor_ptr + row), odds, 0.0)
+            tl.store(sums_ptr + place + 4, tl.sum(odds, 0))
         speeds = _divided(odds, _exponential(_position_key(tl.load(rows_ptr + 2), tl.load(rows_ptr + 3)), token))
         # Logarithms are comparable across tiles, whose speeds are relative to different bases.
         tl.store(sums_ptr + place + 3, tl.log(tl.max(speeds, 0)) + greatest / tl.load(numbers_ptr))
@@ -138,71 +174,145 @@ def _read(
 
 
 @triton.jit
-def _accept(
-    logits_ptr, logits_stride, rows_ptr, numbers_ptr, floor_ptr, sums_ptr, tokens_ptr, V, tiles,
-    COLUMNS: tl.constexpr, TILE: tl.constexpr, MANY: tl.constexpr, FLOOR: tl.constexpr,
+def _limits(numbers_ptr):
+    """Temperature, log min-p, whether top-p excludes tokens, and what may be above a token that it keeps, in multiples of 2^-40."""
+    top_p = tl.load(numbers_ptr + 1)
+    allowed = (top_p.to(tl.float64) * 1099511627776.0).to(tl.int64)
+    return tl.load(numbers_ptr), tl.load(numbers_ptr + 2), top_p < 1.0, allowed
+
+
+@triton.jit
+def _totals(sums_ptr, tiles, temperature, MANY: tl.constexpr, FLOOR: tl.constexpr):
+    """The greatest logit, and how many multiples of 2^-40 are exp((z − greatest) / τ) = 1; integers, as in sampler.keep_likely."""
+    tile = tl.arange(0, MANY)
+    peaks = tl.load(sums_ptr + tile * SUMS, mask=tile < tiles, other=-float("inf"))
+    odds_of_tiles = tl.load(sums_ptr + tile * SUMS + (4 if FLOOR else 2), mask=tile < tiles, other=0.0)
+    greatest = tl.max(peaks, 0)
+    return greatest, 1099511627776.0 / tl.sum(odds_of_tiles * tl.exp((peaks - greatest) / temperature), 0)
+
+
+@triton.jit
+def _is_kept(z, above, greatest, temperature, log_min_p, has_top_p, allowed):
+    """A token with logit z and `above` above it. The greatest is, whatever the settings, and NaN, so that a search ends."""
+    likely = ((z - greatest) / temperature >= log_min_p) & ((above < allowed) | ~has_top_p)
+    return likely | ~(z < greatest)
+
+
+@triton.jit
+def _after_round(
+    logits_ptr, winner_ptr, above_ptr, speed_ptr, fastest_ptr, greatest, temperature, log_min_p, has_top_p, allowed,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """If top-p or min-p exclude the winner, replace it with a token that they keep."""
+    """The winner, and whether it is known to be kept, from what the programs of a round have found."""
+    program = tl.arange(0, PROGRAMS)
+    begun_with = tl.load(winner_ptr)
+    above = tl.sum(tl.load(above_ptr + program), 0)
+    fastest = tl.load(fastest_ptr + tl.argmax(tl.load(speed_ptr + program), 0))
+    winner = tl.where(begun_with < 0, -1 - begun_with, begun_with)
+    kept = (begun_with < 0) | _is_kept(tl.load(logits_ptr + winner), above, greatest, temperature, log_min_p, has_top_p, allowed)
+    return tl.where(kept, winner, fastest), kept
+
+
+@triton.jit
+def _search(
+    logits_ptr, sums_ptr, V, first_tile, last_tile, z_winner, greatest, unit, temperature, log_min_p, has_top_p, key,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """In some tiles: the probability of tokens above the winner, and the fastest of them that min-p keeps, and its speed."""
+    above = tl.full([], 0, tl.int64)
+    speed = -1.0
+    fastest = 0
+    for tile in range(first_tile, last_tile):
+        # Most tiles have no token above the winner, and need not be read: `peak` is a tile's greatest logit.
+        peak = tl.load(sums_ptr + tile * SUMS)
+        if (peak > z_winner) & (has_top_p | ((peak - greatest) / temperature >= log_min_p)):
+            token = tile * TILE + tl.arange(0, TILE)
+            z = tl.load(logits_ptr + token, mask=token < V, other=-float("inf"))
+            odds = tl.where(z > z_winner, tl.exp((z - greatest) / temperature), 0.0)
+            above += tl.sum((odds * unit).to(tl.int64), 0)
+            odds = tl.where((z - greatest) / temperature >= log_min_p, odds, 0.0)
+            speeds = _divided(odds, _exponential(key, token))
+            fast = tl.max(speeds, 0)
+            if fast > speed:
+                speed = fast
+                fastest = tl.minimum((tile * TILE + tl.argmax(speeds, 0)).to(tl.int32), V - 1)
+    return above, fastest, speed
+
+
+@triton.jit
+def _narrow(
+    logits_ptr, logits_stride, rows_ptr, numbers_ptr, sums_ptr, tokens_ptr,
+    last_winner_ptr, last_above_ptr, last_speed_ptr, last_fastest_ptr, winner_ptr, above_ptr, speed_ptr, fastest_ptr, V, tiles,
+    COLUMNS: tl.constexpr, TILE: tl.constexpr, MANY: tl.constexpr, PROGRAMS: tl.constexpr, FLOOR: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """One round, for some tiles of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(1)
+    rows_ptr += row * COLUMNS
+    if tl.load(rows_ptr + 1) < 0:
+        return
+    logits_ptr += row * logits_stride
+    sums_ptr += row * tiles * SUMS
+    temperature, log_min_p, has_top_p, allowed = _limits(numbers_ptr)  # pyright: ignore[reportGeneralTypeIssues]
+    greatest, unit = _totals(sums_ptr, tiles, temperature, MANY, FLOOR)
+    at = row * PROGRAMS
+    if FIRST:
+        tile = tl.arange(0, MANY)
+        speed = tl.load(sums_ptr + tile * SUMS + 3, mask=tile < tiles, other=-float("inf"))
+        winner = tl.load(tokens_ptr + row * tiles + tl.argmax(speed, 0))
+        kept = winner < 0
+    else:
+        winner, kept = _after_round(
+            logits_ptr, last_winner_ptr + row, last_above_ptr + at, last_speed_ptr + at, last_fastest_ptr + at,
+            greatest, temperature, log_min_p, has_top_p, allowed, PROGRAMS,
+        )  # fmt: skip
+    z_winner = tl.load(logits_ptr + winner)
+    kept = kept | _is_kept(z_winner, allowed, greatest, temperature, log_min_p, has_top_p, allowed)  # whatever is above it
+    tl.store(winner_ptr + row, tl.where(kept, -1 - winner, winner), mask=program == 0)
+    if kept:
+        return
+    tiles_each = tl.cdiv(tiles, PROGRAMS)
+    first_tile = program * tiles_each
+    key = _position_key(tl.load(rows_ptr + 2), tl.load(rows_ptr + 3))
+    above, fastest, speed = _search(
+        logits_ptr, sums_ptr, V, first_tile, tl.minimum(first_tile + tiles_each, tiles), z_winner, greatest, unit,
+        temperature, log_min_p, has_top_p, key, TILE,
+    )  # fmt: skip
+    tl.store(above_ptr + at + program, above)
+    tl.store(speed_ptr + at + program, speed)
+    tl.store(fastest_ptr + at + program, fastest)
+
+
+@triton.jit
+def _accept(
+    logits_ptr, logits_stride, rows_ptr, numbers_ptr, sums_ptr, tokens_ptr, winner_ptr, above_ptr, speed_ptr, fastest_ptr, V, tiles,
+    COLUMNS: tl.constexpr, TILE: tl.constexpr, MANY: tl.constexpr, PROGRAMS: tl.constexpr, FLOOR: tl.constexpr,
+):  # fmt: skip
+    """Replace the winner of all with the one of the rounds; with more of them, if it is not known to be kept."""
     row = tl.program_id(0).to(tl.int64)
     rows_ptr += row * COLUMNS
     if tl.load(rows_ptr + 1) < 0:
         return
     logits_ptr += row * logits_stride
-    temperature = tl.load(numbers_ptr)
-    top_p = tl.load(numbers_ptr + 1)
-    log_min_p = tl.load(numbers_ptr + 2)
-    tile = tl.arange(0, MANY)
-    place = sums_ptr + (row * tiles + tile) * 4
-    peaks = tl.load(place, mask=tile < tiles, other=-float("inf"))
-    greatest = tl.max(peaks, 0)
-    speed = tl.load(place + 3, mask=tile < tiles, other=-float("inf"))
-    tile_won = tl.argmax(speed, 0)
-    winner = tl.load(tokens_ptr + row * tiles + tile_won).to(tl.int32)
-    z_winner = tl.load(logits_ptr + winner)
-    # Most tiles have no token above the winner, and need not be read: `peak` is a tile's greatest logit.
-    if FLOOR:
-        least = tl.load(floor_ptr + row)
-        total = 0.0
-        for start in range(0, V, TILE):
-            peak = tl.load(sums_ptr + (row * tiles + start // TILE) * 4)
-            if peak >= least:
-                token = start + tl.arange(0, TILE)
-                z = tl.load(logits_ptr + token, mask=token < V, other=-float("inf"))
-                total += tl.sum(tl.where(z >= least, tl.exp((z - greatest) / temperature), 0.0), 0)
-    else:
-        odds_of_tiles = tl.load(place + 2, mask=tile < tiles, other=0.0)
-        total = tl.sum(odds_of_tiles * tl.exp((peaks - greatest) / temperature), 0)
-    # Integer multiples of 2^-40, as in sampler.keep_likely.
-    unit = 1099511627776.0 / total
-    allowed = (top_p.to(tl.float64) * 1099511627776.0).to(tl.int64)
+    sums_ptr += row * tiles * SUMS
+    temperature, log_min_p, has_top_p, allowed = _limits(numbers_ptr)  # pyright: ignore[reportGeneralTypeIssues]
+    greatest, unit = _totals(sums_ptr, tiles, temperature, MANY, FLOOR)
+    at = row * PROGRAMS
+    winner, kept = _after_round(
+        logits_ptr, winner_ptr + row, above_ptr + at, speed_ptr + at, fastest_ptr + at,
+        greatest, temperature, log_min_p, has_top_p, allowed, PROGRAMS,
+    )  # fmt: skip
     key = _position_key(tl.load(rows_ptr + 2), tl.load(rows_ptr + 3))
-    kept = False
     while not kept:
-        above = tl.zeros([TILE], tl.int64)
-        for start in range(0, V, TILE):
-            peak = tl.load(sums_ptr + (row * tiles + start // TILE) * 4)
-            if peak > z_winner:
-                token = start + tl.arange(0, TILE)
-                z = tl.load(logits_ptr + token, mask=token < V, other=-float("inf"))
-                above += tl.where(z > z_winner, (tl.exp((z - greatest) / temperature) * unit).to(tl.int64), 0)
-        likely = ((z_winner - greatest) / temperature >= log_min_p) & (tl.sum(above, 0) < allowed)
-        kept = likely | ~(z_winner < greatest)  # also ends the loop on NaN
-        if not kept:
-            fastest = -1.0
-            bound = z_winner
-            for start in range(0, V, TILE):
-                peak = tl.load(sums_ptr + (row * tiles + start // TILE) * 4)
-                if peak > bound:
-                    token = start + tl.arange(0, TILE)
-                    z = tl.load(logits_ptr + token, mask=token < V, other=-float("inf"))
-                    odds = tl.where(z > bound, tl.exp((z - greatest) / temperature), 0.0)
-                    speeds = _divided(odds, _exponential(key, token))
-                    fast = tl.max(speeds, 0)
-                    if fast > fastest:
-                        fastest = fast
-                        winner = tl.minimum((start + tl.argmax(speeds, 0)).to(tl.int32), V - 1)
-            z_winner = tl.load(logits_ptr + winner)
-    tl.store(tokens_ptr + row * tiles + tile_won, winner)
+        z_winner = tl.load(logits_ptr + winner)
+        above, fastest, _ = _search(
+            logits_ptr, sums_ptr, V, 0, tiles, z_winner, greatest, unit, temperature, log_min_p, has_top_p, key, TILE
+        )
+        kept = _is_kept(z_winner, above, greatest, temperature, log_min_p, has_top_p, allowed)
+        winner = tl.where(kept, winner, fastest)
+    tile = tl.arange(0, MANY)
+    speed = tl.load(sums_ptr + tile * SUMS + 3, mask=tile < tiles, other=-float("inf"))
+    tl.store(tokens_ptr + row * tiles + tl.argmax(speed, 0), winner)
 
 
 @triton.jit
@@ -226,7 +336,7 @@ def _settle(
     logits_ptr += row * logits_stride
     temperature = tl.load(numbers_ptr)
     tile = tl.arange(0, MANY)
-    place = sums_ptr + (row * tiles + tile) * 4
+    place = sums_ptr + (row * tiles + tile) * SUMS
     greatest = tl.load(place, mask=tile < tiles, other=-float("inf"))
     total = tl.load(place + 1, mask=tile < tiles, other=0.0)
     tempered = tl.load(place + 2, mask=tile < tiles, other=0.0)
@@ -242,7 +352,7 @@ def _settle(
         token_W = tile_won * TILE + tl.arange(0, TILE)
         speeds_W = tl.load(logits_ptr + token_W, mask=token_W < V, other=-float("inf"))
         if not GREEDY:
-            base = tl.load(sums_ptr + (row * tiles + tile_won) * 4)
+            base = tl.load(sums_ptr + (row * tiles + tile_won) * SUMS)
             speeds_W = _divided(tl.exp((speeds_W - base) / temperature), _exponential(noise_key, token_W))
         token = _first(speeds_W, token_W, V).to(tl.int64)
     all_greatest = tl.max(greatest, 0)
