@@ -33,7 +33,7 @@ from plaudit.models.quantised import nf4_levels, quantise
 
 TOKENS, SCALE = 16_384, 2.0
 RANKS = (1, 3, 16, 64)  # 3: rows of 6 bytes, which few fast kernels take
-HEIGHTS = (32, 64, 128)
+TILES = ((32, 8), (64, 4), (64, 8), (128, 4), (128, 8))  # rows, warps
 
 
 def milliseconds(compute: Callable[[], object], device: torch.device) -> float:
@@ -82,15 +82,16 @@ def merges(shape: tuple[int, int], device: torch.device, speed: float) -> Iterat
             lambda c=codes, s=scales: merging.dequantise_merged(out, c, s, levels, a, b, SCALE),
             codes.nbytes + scales.nbytes,
         )
-    usual = merging.ROWS
+    usual = merging.ROWS, merging.WARPS
     for name, (compute, read) in kinds.items():
-        for height in HEIGHTS:
-            merging.ROWS = height
+        for tile in TILES:
+            merging.ROWS, merging.WARPS = tile
             took = milliseconds(compute, device)
-            chosen = "chosen" if height == usual else ""
+            chosen = "chosen" if tile == usual else ""
             bound = (read + out.nbytes) / speed
-            yield {"what": f"{name}, tiles of {height}", "ms": took, "peer": "memory", "peer_ms": bound, "note": chosen}
-    merging.ROWS = usual
+            what = f"{name}, tiles of {tile[0]}, {tile[1]} warps"
+            yield {"what": what, "ms": took, "peer": "memory", "peer_ms": bound, "note": chosen}
+    merging.ROWS, merging.WARPS = usual
 
 
 def adapter_sums(shape: tuple[int, int], device: torch.device, tokens: int) -> Iterator[dict[str, Any]]:
