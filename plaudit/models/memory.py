@@ -67,8 +67,9 @@ BUCKET_ELEMENTS, BUCKETS_IN_FLIGHT = 2**25, 2
 """Gradients per collective (train/gradients.py): enough to use the bandwidth, few enough to overlap with the backward pass."""
 RUNTIME = {"cpu": 0.9e9, "cuda": 0.6e9}
 """What Python, torch and the other libraries take besides models; on a GPU, what CUDA takes."""
-PACKED_SHARE = 0.25
-"""Of what weights and optimiser leave of a CPU's memory, what the engine's packed weights may take: its cache takes up to half."""
+COPIES_SHARE = 0.25
+"""Of what weights and optimiser leave of a device's memory, what copies of weights, dequantised or packed, may take while the
+engine samples: its cache takes most of the rest, on a CPU up to half."""
 SAFE_SHARE = 0.9
 """Share of a device's memory up to which an estimate is trusted to fit."""
 
@@ -102,6 +103,8 @@ class MemoryPlan:
     base_bits: Bits | None = None
     packed: float = 0.0
     """What the engine's packed weights take on a CPU: the output head, and linear layers that it has fused."""
+    dequantised: float = 0.0
+    """What linear layers with a quantised base take once they are dequantised, as the engine keeps them if there is room."""
 
     @property
     def resident_state(self) -> float:
@@ -200,6 +203,7 @@ def plan_memory(
         saved=saved,
         base_bits=bits,
         packed=size * (config.vocab_size * shape.hidden + (0 if bits or (recipe.lora and not merged) else counts.linears)),
+        dequantised=size * counts.linears if bits else 0.0,
     )
 
 

@@ -18,7 +18,7 @@ from plaudit.data.pack import KEYS_PER_TOKEN
 from plaudit.errors import PlauditError
 from plaudit.models.folder import context_tokens, read_config
 from plaudit.models.memory import (
-    PACKED_SHARE,
+    COPIES_SHARE,
     PHASES,
     RUNTIME,
     Budget,
@@ -216,7 +216,7 @@ def _policy(recipe: TrainingRecipe, lengths: Lengths, device: torch.device, proc
     if isinstance(recipe, RLRecipe):
         _engine(recipe, lengths, device, plan, processes, here)
         _critic(recipe, lengths, device, processes, needs, policy_work=plan.work)
-        _packed_weights(recipe, device, plan, processes, here)
+        _copied_weights(recipe, device, plan, processes, here)
     if recipe.run.save_in_background:
         # Elastic: without it, training waits for a save. So this setting cannot change how many layers are checkpointed.
         needs["cpu"].append(Need("checkpoint: copy while it is written", always, 0.0, plan_checkpoint_copy(recipe, processes)))
@@ -253,17 +253,21 @@ def _engine(
     here.append(Need("engine: logits, prompts", ("sampling",), working, part="sampling"))
 
 
-def _packed_weights(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, processes: Processes, here: list[Need]) -> None:
-    """The engine copies its weights on a CPU if they are a small part of what it knows to be left while it samples."""
-    if device.type != "cpu" or recipe.rollout.engine in SERVED_ENGINES:
-        return
-    by_onednn = resolve_dtype(recipe.model.dtype, device) == torch.bfloat16 and multiplies_bf16()  # for any number of rows
-    if not by_onednn and _concurrent_sequences(recipe, device, processes) <= STEP_ROWS:
+def _copied_weights(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, processes: Processes, here: list[Need]) -> None:
+    """The engine keeps weights that it has dequantised, and packs weights on a CPU, if they are a small part of what it knows to be
+    left while it samples."""
+    if recipe.rollout.engine in SERVED_ENGINES:
         return
     held = [need for need in here if need.part in ("weights", "optimiser") or need.name == COPY]
     left = processes.available(device.type, device.type) - sum(need.fixed for need in held if "sampling" in need.phases)
-    if policy.packed <= PACKED_SHARE * left:
-        phases = PHASES if recipe.rollout.lag else ("sampling",)
+    room = max(0.0, COPIES_SHARE * left)
+    phases: tuple[Phase, ...] = PHASES if recipe.rollout.lag else ("sampling",)
+    if dequantised := 0.0 if recipe.rollout.lag else min(policy.dequantised, room):  # a copy that lags has them in its place
+        here.append(Need("engine: dequantised weights", phases, dequantised, part="sampling"))
+        room -= dequantised
+    by_onednn = resolve_dtype(recipe.model.dtype, device) == torch.bfloat16 and multiplies_bf16()  # for any number of rows
+    packs = device.type == "cpu" and (by_onednn or _concurrent_sequences(recipe, device, processes) > STEP_ROWS)
+    if packs and policy.packed <= room:
         here.append(Need("engine: packed weights", phases, policy.packed, part="sampling"))
 
 

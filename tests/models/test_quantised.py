@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -30,6 +31,7 @@ from plaudit.recipe import LoraSettings, ModelSettings
 from plaudit.rollout.engine import Request, Sampling, Weights
 from plaudit.rollout.native.decoder import FusedDecoder
 from plaudit.rollout.native.engine import NativeEngine
+from plaudit.rollout.native.forward import Forward
 from plaudit.train.saved_state import given_tensors
 from plaudit.types import Example
 from support.recipes import rl_recipe, sft_recipe, write_recipe
@@ -128,6 +130,11 @@ def shift(policy: TrainableModel, seed: int) -> None:
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
 
 
+def fused_decoder(engine: NativeEngine) -> FusedDecoder:
+    assert isinstance(engine.forward.decoder, FusedDecoder)
+    return engine.forward.decoder
+
+
 def batch_of(*lengths: int):
     return pack([Example(np.arange(5 * n, 6 * n + 4), np.arange(n + 4) > 2) for n in lengths], CPU)
 
@@ -205,6 +212,45 @@ def test_sampling_follows_the_adapters(tiny_models, bits, dtype):
         shift(policy, step)
         engine.sync(step + 1, Weights(policy.model))
     assert len(set(found)) == 2, "the adapters matter"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_kept_for_a_call_change_no_bit(tiny_models, bits, monkeypatch):
+    """However many fit: none, those of the first products, all. In every call they are made from the adapters as they are now."""
+    policy = load(tiny_models["qwen2"], bits, "bfloat16")
+    engine, begin = NativeEngine(policy.model, None), Forward.begin
+    every = sum(fused.bytes_to_keep for fused in fused_decoder(engine).products)
+    room, kept, found = 0, [], []
+
+    def begin_in_room(forward: Forward, longest: int, *_, packs: bool) -> None:
+        begin(forward, longest, room, packs=packs)
+        kept.append(forward.kept_bytes)
+
+    monkeypatch.setattr(Forward, "begin", begin_in_room)
+    for step in range(2):
+        for room in (0, every // 2, every):  # noqa: B007 (begin_in_room reads it)
+            samples = engine.generate([Request("p", np.array([5, 9, 200, 31]), 3)], Sampling(12, seed=0, step=0))
+            found.append(sorted((s.index, s.tokens.tobytes(), s.sampler_logprobs.tobytes()) for s in samples))
+            assert engine.forward.kept_bytes == 0, "the next call may have other adapters, and training wants the memory"
+        shift(policy, step)
+    assert found[0] == found[1] == found[2] != found[3] == found[4] == found[5]
+    assert kept == [0, kept[1], every] * 2
+    assert 0 < kept[1] < every
+
+
+def test_graphs_do_not_outlive_the_weights_that_they_read(tiny_models, monkeypatch):
+    """A captured step has the addresses of its weights: of kept ones too, which may be elsewhere in the next call."""
+    engine, cleared = NativeEngine(load(tiny_models["qwen2"]).model, None), []
+    forward, products = engine.forward, list(fused_decoder(engine).products)
+    monkeypatch.setattr(forward.graphs, "clear", lambda: cleared.append(True))
+    held = []
+    for room in (math.inf, math.inf, 0.0):
+        forward.begin(16, room)
+        held += [fused.kept for fused in products]  # so that the next ones cannot be in the same place
+        forward.end()
+    assert len(cleared) == 3
+    forward.begin(16, 0.0)
+    assert len(cleared) == 3, "nothing has moved"
 
 
 def test_without_adapters_it_is_the_dequantised_base(tiny_models):

@@ -338,7 +338,7 @@ def test_merged_adapters_have_a_copy_of_their_weights(tiny_models):
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}, {"rank": 4, "dropout": 0.1}, {"rank": 4, "base_bits": 4}])
 @pytest.mark.parametrize("tied", [True, False])
-def test_packed_weights_are_those_that_the_engine_packs(tiny_models, tmp_path, tied, lora):
+def test_copied_weights_are_those_that_the_engine_packs_or_dequantises(tiny_models, tmp_path, tied, lora):
     folder = tmp_path / "model"
     shutil.copytree(tiny_models["qwen2"], folder)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, tie_word_embeddings=tied))
@@ -346,8 +346,11 @@ def test_packed_weights_are_those_that_the_engine_packs(tiny_models, tmp_path, t
     engine = NativeEngine(load(folder, lora=lora).model, None)
     engine.forward.decoder.refresh(16)
     packed = engine.forward.decoder.bytes_to_pack + engine.forward.head.nbytes
+    engine.forward.decoder.keep_dequantised(math.inf)
     settings = ModelSettings.model_validate({"path": str(folder), "lora": lora})
-    assert plan_memory(settings, torch.device("cpu"), micro_batch=1000).packed == packed
+    plan = plan_memory(settings, torch.device("cpu"), micro_batch=1000)
+    assert (plan.packed, plan.dequantised) == (packed, engine.forward.kept_bytes)
+    assert (plan.dequantised > 0) == bool(lora and "base_bits" in lora)
 
 
 @pytest.fixture
@@ -405,6 +408,24 @@ def test_lora_on_seven_billion_parameters_by_hand(seven_billion, rows_file, tmp_
     checkpointed, of_peft = resolve(H200, dropout=0.1)
     assert "policy: weights merged with LoRA" not in of_peft
     assert checkpointed == 16
+
+
+def test_the_engine_keeps_dequantised_weights_where_they_are_a_small_part_of_what_is_left(seven_billion, prompts_file, tmp_path):
+    def needs(memory: float, **sections: Any) -> dict[str, float]:
+        reward = {"kind": "length", "unit": "characters", "at_most": 1}
+        model = {"lora": {"rank": 16, "base_bits": 4}, "dtype": "bfloat16"}
+        tree = rl_recipe(seven_billion, prompts_file, tmp_path / "run", reward, model=model, **sections)
+        recipe = load_recipe(write_recipe(tmp_path / "7b.yaml", {"stage": "rl", **tree})).recipe
+        budget = plan_devices(recipe, [20], processes=Processes(kind="cuda", memory=memory))["cuda"]  # pyright: ignore
+        return {need.name: need.fixed for need in budget.needs if "sampling" in need.phases}
+
+    whole = 2 * 28 * (3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 3584 * 18_944)
+    large, small = needs(H200), needs(24e9)
+    assert large["engine: dequantised weights"] == whole
+    held = sum(need for name, need in small.items() if name.startswith("policy: "))
+    assert small["engine: dequantised weights"] == pytest.approx((24e9 - held) / 4, abs=0.3e9)
+    assert small["engine: dequantised weights"] < whole / 2
+    assert "engine: dequantised weights" not in needs(H200, rollout={"lag": 1}), "its copy has W' in full"
 
 
 def test_doctor_shows_merged_weights_where_lora_has_them(plaudit, tiny_model, prompts_file, tmp_path):

@@ -9,7 +9,7 @@ copy.
 modules.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ def addresses(model: PreTrainedModel) -> list[tuple[int, torch.dtype]]:
 
 
 class ModuleDecoder:
-    bytes_to_pack = 0
+    bytes_to_pack = kept_bytes = 0
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -47,10 +47,14 @@ class ModuleDecoder:
         before, self._addresses = self._addresses, addresses(self.model)
         return self._addresses != before
 
-    def prepack(self) -> None:
-        """Does nothing: adapters and unknown layers stay as they are."""
+    def keep_dequantised(self, room: float) -> bool:
+        """Does nothing, like the next two: adapters and unknown layers stay as they are."""
+        return False
 
-    def drop_prepacked(self) -> None:
+    def prepack(self) -> None:
+        pass
+
+    def drop_copies(self) -> None:
         pass
 
     def hidden(self, step: PrefillStep | DecodeStep) -> Tensor:
@@ -65,11 +69,22 @@ class _Fused:
         self._merged = merged = merged_product_of(modules)
         self._weight, self.bias = fused_weight_and_bias(modules) if merged is None else (None, merged.bias_O)
         self.prepacked: Callable[[Tensor], Tensor] | None = None
+        self.kept: Tensor | None = None
+        """The weight of a quantised base, made once for a call."""
 
     @property
     def weight(self) -> Tensor:
-        """Of a quantised base it is made now, and stays only until the next one is."""
+        """Of a quantised base it is made now, and stays only until the next one is, unless it is kept."""
+        if self.kept is not None:
+            return self.kept
         return self._merged.weight_OI if self._weight is None else self._weight  # pyright: ignore
+
+    def keep(self) -> None:
+        self.kept = self.weight.clone()
+
+    @property
+    def bytes_to_keep(self) -> int:
+        return self.memory.nbytes if isinstance(self._merged, QuantisedProduct) else 0
 
     @property
     def memory(self) -> Tensor:
@@ -91,7 +106,7 @@ class _Fused:
 
     @property
     def bytes_to_pack(self) -> int:
-        return 0 if isinstance(self._merged, QuantisedProduct) else self.weight.nbytes  # of those no copy is kept
+        return 0 if isinstance(self._merged, QuantisedProduct) else self.weight.nbytes  # of those there is one copy at most
 
     def prepack(self) -> None:
         if self.bytes_to_pack:
@@ -118,6 +133,7 @@ class FusedDecoder:
         self.layers: list[_Layer] = []
         self.rotation: tuple[Tensor, Tensor] | None = None
         self._addresses: list[tuple[int, torch.dtype]] = []
+        self._kept_at: list[int | None] = []
 
     def refresh(self, longest: int) -> bool:
         """Before a call: fuse the weights again if they have moved. True if any address has changed."""
@@ -146,7 +162,7 @@ class FusedDecoder:
 
     @property
     def weights_OI(self) -> list[Tensor]:
-        return [fused.memory for layer in self.layers for fused in layer.products]
+        return [fused.memory for fused in self.products]
 
     @property
     def norms(self) -> list[Tensor]:
@@ -154,16 +170,37 @@ class FusedDecoder:
         return [norm for norm in norms if norm is not None]
 
     @property
+    def products(self) -> Iterator[_Fused]:
+        return (fused for layer in self.layers for fused in layer.products)
+
+    @property
     def bytes_to_pack(self) -> int:
-        return sum(fused.bytes_to_pack for layer in self.layers for fused in layer.products)
+        return sum(fused.bytes_to_pack for fused in self.products)
 
     def prepack(self) -> None:
-        for fused in (fused for layer in self.layers for fused in layer.products):
+        for fused in self.products:
             fused.prepack()
 
-    def drop_prepacked(self) -> None:
-        for fused in (fused for layer in self.layers for fused in layer.products):
-            fused.prepacked = None
+    def keep_dequantised(self, room: float) -> bool:
+        """Make as many weights of a quantised base as fit into some bytes, so that no step has to; they have the same bits. True if
+        they are elsewhere than those of the last call."""
+        self.drop_copies()
+        for fused in self.products:
+            if 0 < fused.bytes_to_keep <= room - self.kept_bytes:
+                try:
+                    fused.keep()
+                except torch.OutOfMemoryError:  # others have taken what should have been there
+                    break
+        before, self._kept_at = self._kept_at, [None if fused.kept is None else fused.kept.data_ptr() for fused in self.products]
+        return self._kept_at != before
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(fused.kept.nbytes for fused in self.products if fused.kept is not None)
+
+    def drop_copies(self) -> None:
+        for fused in self.products:
+            fused.prepacked = fused.kept = None
 
     def hidden(self, step: PrefillStep | DecodeStep | ScoringStep) -> Tensor:
         ops, eps = step.ops, self.layers[0].eps

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from plaudit.errors import PlauditError
 from plaudit.models.heads import next_power_of_2
-from plaudit.models.memory import PACKED_SHARE, total_memory
+from plaudit.models.memory import COPIES_SHARE, total_memory
 from plaudit.rollout.engine import MAX_SEQUENCES, PREFILL_TOKENS, Engine, Request, Sampling, Weights
 from plaudit.rollout.lengths import require_lengths
 from plaudit.rollout.native.batch import (
@@ -114,7 +114,7 @@ class NativeEngine(Engine):
         self._busy = True
         try:
             rows = min(sum(r.n for r in requests), self.max_sequences)
-            self.forward.begin(longest, self._room_to_pack())
+            self._begin(longest)
             prefixes = self._prefixes_for(requests, rows, longest)  # before the cache takes the memory
             cache, blocks = self._allocate_cache(rows, longest, requests, sampling)
             on_device = device_sampling(sampling, stopping.end_tokens, self.device, self._sampling_buffers)
@@ -166,12 +166,12 @@ class NativeEngine(Engine):
         cache.blocks_match_rows = per_row == 1 and self.device.type == "cpu"
         return cache, cache.allocate(blocks, min_blocks=per_row + 1)
 
-    def _cache_budget(self) -> int:
-        return int(CACHE_SHARE[self.device.type] * self._unused_memory())
+    def _begin(self, longest: int) -> None:
+        packs = self.packs or not computes_products(self.forward.shape.dtype)
+        self.forward.begin(longest, COPIES_SHARE * self._unused_memory(), packs=packs)
 
-    def _room_to_pack(self) -> float:
-        may = self.packs or not computes_products(self.forward.shape.dtype)
-        return PACKED_SHARE * self._unused_memory() if may else 0.0
+    def _cache_budget(self) -> int:
+        return int(CACHE_SHARE[self.device.type] * (self._unused_memory() - self.forward.kept_bytes))
 
     def _unused_memory(self) -> int:
         """What the weights and others leave of the device's memory, whatever is free just now."""
@@ -194,7 +194,7 @@ class NativeEngine(Engine):
             return None
         if self._prefixes is None:
             exact = shared_prefixes_are_exact(self.forward, block)
-            self.forward.begin(longest, self._room_to_pack())
+            self._begin(longest)
             if exact is False:
                 self.shares_prefixes = False
                 warnings.warn(

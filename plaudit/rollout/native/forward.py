@@ -34,26 +34,33 @@ class Forward:
         self.decoder = FusedDecoder(model, self.shape.heads) if can_fuse(model) else ModuleDecoder(model)
         self.graphs = DecodeGraphs(self.shape.device, never_syncs=isinstance(self.decoder, FusedDecoder))
         self._prepacked_head: Callable[[Tensor], Tensor] | None = None
-        self._steps, self._room = 0, 0.0  # steps that would have been faster with packed weights; bytes that these may take
+        self._steps, self._room_to_pack = 0, 0.0  # steps that would have been faster with packed weights; bytes that these may take
 
     @property
     def head(self) -> Tensor:
         return self.model.get_output_embeddings().weight  # pyright: ignore
 
-    def begin(self, longest: int, room_to_pack: float = 0.0) -> None:
-        """Start a call of the engine: since the last one the weights may have changed or moved. `room_to_pack`: bytes that packed
-        weights may take. What is free just now must not decide it: they change the last bits of results."""
-        self._room = room_to_pack
+    def begin(self, longest: int, room: float = 0.0, *, packs: bool = True) -> None:
+        """Start a call of the engine: since the last one the weights may have changed or moved. `room`: bytes that copies of
+        weights may take; `packs`: whether packed ones may be among them. What is free just now must not decide it, since packed
+        weights change the last bits of results."""
         if self.model.device != self.shape.device:
             raise PlauditError(f"the model was moved to {self.model.device} after its engine was built: build a new one")
         if self.model.dtype != self.shape.dtype:
             self.shape = cache_shape(self.model)
-        if self.decoder.refresh(longest):
+        moved = self.decoder.refresh(longest)
+        if self.decoder.keep_dequantised(room) or moved:
             self.graphs.clear()
+        self._room_to_pack = room - self.decoder.kept_bytes if packs else 0.0
 
     def end(self) -> None:
         self._prepacked_head, self._steps = None, 0
-        self.decoder.drop_prepacked()
+        self.decoder.drop_copies()
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the weights of a quantised base take that were made for this call."""
+        return self.decoder.kept_bytes
 
     @property
     def reads_shared_prefixes(self) -> bool:
@@ -86,7 +93,7 @@ class Forward:
         self._set_eval_mode()
         if self._steps < PREPACK_AFTER_STEPS and prepacking_helps(count, self.shape.device, self.shape.dtype):
             self._steps += 1
-            if self._steps == PREPACK_AFTER_STEPS and self.decoder.bytes_to_pack + self.head.nbytes <= self._room:
+            if self._steps == PREPACK_AFTER_STEPS and self.decoder.bytes_to_pack + self.head.nbytes <= self._room_to_pack:
                 self.decoder.prepack()
                 self._prepacked_head = prepack_head(self.head)
         on_gpu = self.shape.device.type == "cuda"
