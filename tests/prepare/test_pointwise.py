@@ -194,6 +194,6 @@ def test_rl_improves_on_sft_on_held_out_candidates(tmp_path, real_data):
     make_pointwise_sft([train], tmp_path / "sft.parquet", **short)
     make_pointwise_rl([train], tmp_path / "rl.parquet", **short)
     make_pointwise_rl([test], tmp_path / "val.parquet", **short)
-    cold, rewarded = ["run.epochs=9", "run.max_steps=100"], [f"rewards=[{{kind: {rule}}}]"]
+    cold, rewarded = ["run.max_steps=100", "train.rows_per_step=16"], [f"rewards=[{{kind: {rule}}}]"]
     before, after = before_and_after_rl(tmp_path, cold, rewarded)
     assert after["val/reward"] > before["val/reward"] + 0.05

@@ -326,6 +326,8 @@ def test_rl_improves_on_sft_on_held_out_groups(tmp_path, real_data):
     make_ranking_sft([train], tmp_path / "sft.parquet", shuffle_augment=23, **short)
     make_ranking_rl([train], tmp_path / "rl.parquet", shuffle_augment=23, **short)
     make_ranking_rl([test], tmp_path / "val.parquet", **short)
-    before, after = before_and_after_rl(tmp_path, ["run.max_steps=120"], ["run.max_steps=12", "run.validate_every=12"])
+    before, after = before_and_after_rl(
+        tmp_path, ["run.max_steps=120", "train.rows_per_step=16"], ["run.max_steps=12", "run.validate_every=12"]
+    )
     assert after["val/parts/ranking/valid"] > before["val/parts/ranking/valid"] + 0.1
     assert after["val/parts/ranking/ranking"] > before["val/parts/ranking/ranking"] + 0.03
