@@ -18,7 +18,8 @@ import psutil
 
 FORKS = multiprocessing.get_context("forkserver")
 LOOPS = [f"plaudit.loops.{name}" for name in ("sft", "dpo", "reward_model", "rl", "sample")]
-FORKS.set_forkserver_preload(["plaudit.cli", *LOOPS, "peft", "transformers.models.llama.modeling_llama"])
+# pandas: pyarrow imports it when it makes its first table, a third of what a short RL run takes.
+FORKS.set_forkserver_preload(["plaudit.cli", *LOOPS, "peft", "transformers.models.llama.modeling_llama", "pandas"])
 
 MAIN = "from plaudit.cli import main; main()"
 # A command that sends itself a signal at a given moment. A signal from outside may come too late on a busy machine, when the moment

@@ -15,6 +15,7 @@ import sys
 
 
 def serve(path: str) -> None:
+    import pandas  # noqa: F401  # pyarrow imports it when it makes its first table
     import peft  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
