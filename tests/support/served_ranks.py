@@ -1,7 +1,6 @@
 """A sharded policy in two processes, sampled by servers (stand-ins for vLLM's); `main` is the program of each process."""
 
 import json
-import os
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -57,8 +56,3 @@ def double(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.25)
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()

@@ -29,7 +29,8 @@ from plaudit.rollout.served.vllm import Vllm
 from plaudit.servers.process import free_port
 from plaudit.world import World
 from support.engine_contract import Subject, assert_logprobs, reference_logits, requests_of, sharpen
-from support.paths import REPOSITORY, TESTS
+from support.paths import TESTS
+from support.processes import Command
 from support.served_ranks import REQUESTS, double
 
 STAND_IN = TESTS / "support" / "vllm_server.py"
@@ -144,11 +145,9 @@ def test_a_server_without_plaudits_extension_is_refused_with_how_to_start_it(sub
 def test_a_sharded_policy_is_sampled_whole(tiny_model, tmp_path, shared, subject_for):
     with stand_in(tiny_model, free_port()) if shared else nullcontext() as url:
         server = {"url": [url], "credential": KEY} if shared else LAUNCHED
-        environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{TESTS}", "OMP_NUM_THREADS": "1"}
-        arguments = [str(tiny_model), str(tmp_path), json.dumps(server)]
-        command = [sys.executable, "-m", "support.served_ranks"]
-        ranks = [subprocess.Popen([*command, str(rank), *arguments], env=environment) for rank in range(2)]
-        assert [rank.wait(300) for rank in ranks] == [0, 0]
+        arguments = [tiny_model, tmp_path, json.dumps(server)]
+        ranks = [Command(rank, *arguments, script="from support.served_ranks import main; main()") for rank in range(2)]
+        assert [rank.ended() for rank in ranks] == [0, 0], "\n".join(rank.output for rank in ranks)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [one["restarts"] for one in found] == ([0, 0] if shared else [0, 1])
     prompts = {request.prompt_id: request.tokens for request in REQUESTS}
