@@ -142,7 +142,7 @@ def launch(tmp_path) -> Iterator:
     [
         (
             "hangs",
-            r"rank 1 \(step 2, sampling\) has made no progress for 10 s\. If it was still at work, raise cluster\.timeout_s\.",
+            r"rank 1 \(step 2, sampling\) has made no progress for 20 s\. If it was still at work, raise cluster\.timeout_s\.",
         ),
         (
             "has no memory left",
@@ -153,7 +153,7 @@ def launch(tmp_path) -> Iterator:
 def test_a_rank_of_a_training_run(tmp_path, tiny_model, prompts_file, launch, how, message):
     (tmp_path / "faulty.py").write_text(FAULTY_ENGINE)
     tree = rl_recipe(tiny_model, prompts_file, tmp_path / "run", {"kind": "length", "at_most": 4}, run={"save_every": 1})
-    tree |= {"cluster": {"gpus": 2, "timeout_s": 10, "restarts": 0}}
+    tree |= {"cluster": {"gpus": 2, "timeout_s": 20, "restarts": 0}}
     tree["rollout"]["engine"] = f"{tmp_path / 'faulty.py'}:Faulty"
     command = launch(write_recipe(tmp_path / "r.yaml", tree), HOW=how)
     while command.process.poll() is None:
