@@ -41,30 +41,30 @@ demo: .venv/installed
 
 # The TRL baseline has its own environment: its pins must not become ours.
 .venv-trl/installed: bench/requirements-trl.txt
-	$(PYTHON) -m venv .venv-trl
-	.venv-trl/bin/pip install --quiet --no-compile $(TORCH)
-	.venv-trl/bin/pip install --quiet --no-compile --requirement bench/requirements-trl.txt
+	nice $(PYTHON) -m venv .venv-trl
+	nice .venv-trl/bin/pip install --quiet --no-compile $(TORCH)
+	nice .venv-trl/bin/pip install --quiet --no-compile --requirement bench/requirements-trl.txt
 	@touch $@
 
 # So has vLLM. Its image and sound packages are not needed and must fit the torch build, or importing vllm fails.
 .venv-vllm/installed: bench/requirements-vllm.txt
-	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --quiet --no-compile $(TORCH)
-	.venv-vllm/bin/pip install --quiet --no-compile --requirement bench/requirements-vllm.txt
-	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	nice $(PYTHON) -m venv .venv-vllm
+	nice .venv-vllm/bin/pip install --quiet --no-compile $(TORCH)
+	nice .venv-vllm/bin/pip install --quiet --no-compile --requirement bench/requirements-vllm.txt
+	nice .venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # And verl, of which only the reward loop is used: without its dependencies, which are for GPUs.
 .venv-verl/installed: bench/requirements-verl.txt
-	$(PYTHON) -m venv .venv-verl
-	.venv-verl/bin/pip install --quiet --no-compile $(TORCH)
-	.venv-verl/bin/pip install --quiet --no-compile --requirement bench/requirements-verl.txt
-	.venv-verl/bin/pip install --quiet --no-compile --no-deps verl==0.9.1
+	nice $(PYTHON) -m venv .venv-verl
+	nice .venv-verl/bin/pip install --quiet --no-compile $(TORCH)
+	nice .venv-verl/bin/pip install --quiet --no-compile --requirement bench/requirements-verl.txt
+	nice .venv-verl/bin/pip install --quiet --no-compile --no-deps verl==0.9.1
 	@touch $@
 
 # RewardBench's own scoring code, as a folder that .venv's Python searches: its dependencies are for running models, and old.
 .venv-rewardbench/installed: .venv/dev-installed
-	$(BIN)/pip install --quiet --no-compile --no-deps --target .venv-rewardbench rewardbench==0.1.4
+	nice $(BIN)/pip install --quiet --no-compile --no-deps --target .venv-rewardbench rewardbench==0.1.4
 	@touch $@
 
 # What needs no torch comes first, so that testing starts at once: importing torch and transformers takes five seconds.
@@ -77,12 +77,15 @@ test: .venv/dev-installed
 	$(if $(ARGS),,$(BIN)/pytest $(QUICK))
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow" $(if $(ARGS),,$(addprefix --ignore=,$(QUICK))) $(ARGS)
 
-# Lint and the installs take one core each, the longest first. The slow tests of a file (vLLM's) run one after another,
+# While the core suite runs, the environments of the slow tests are installed one after another with what it leaves of the cores
+# (not the packages of docs: they go where the tests run). The slow tests of a file (vLLM's) run one after another,
 # the files in the order of tests/conftest.py. Two at a time: three were no faster on two cores, and took up to 14 GB.
 SLOW_WORKERS ?= 2
-test-all: test
+SIDE_ENVIRONMENTS := .venv-vllm/installed .venv-trl/installed .venv-verl/installed .venv-rewardbench/installed
+test-all: .venv/dev-installed
+	$(MAKE) -j 2 test $(SIDE_ENVIRONMENTS)
 	$(MAKE) .venv/docs-installed
-	$(MAKE) -j 2 .venv-vllm/installed lint docs .venv-trl/installed .venv-verl/installed .venv-rewardbench/installed
+	$(MAKE) -j 2 lint docs
 	$(BIN)/pytest -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 lint: .venv/dev-installed
