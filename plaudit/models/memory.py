@@ -19,7 +19,8 @@
                   Of a layer's copies and a chunk of logits, the larger counts: one is freed before the other is there.
                   The gradients of an update that is one micro-batch appear as its activations go: the larger of the two counts.
     sampling      12 S · V + T · b · (6 h + 2 k + 3 f)    S sequences at a time, V words, T tokens of a pass over prompts;
-                                                          with LoRA in bf16, T · 12 f more; on a CPU P · b for packed weights
+                                                          with LoRA in bf16, T · 12 f more; on a CPU P · b for packed weights;
+                                                          with base_bits, b for each dequantised weight
     cache         S · T · L · 2 k · b                     keys and values of S sequences of T tokens; if short, sequences wait
     critic        as the policy, without logits; its updates alternate with the policy's, so only the larger working set counts
     N processes   each has the above, and divides with the others, by `cluster.sharding`:

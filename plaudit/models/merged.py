@@ -16,7 +16,7 @@ sent to engines as ever. Layers with dropout on adapters, with adapters of anoth
 On a GPU fused layers compute with W'; on a CPU transformers' layers do, module by module.
 
 Of a quantised base (models/quantised.py) neither W nor W' is kept: W' is made of the quantised W, A and B for every product, in
-memory that all matrices share, by the same operations in the trainer and in the sampler.
+memory that all matrices share, by the same operations in the trainer and in the sampler, which may keep it for a call.
 
 On a GPU a kernel makes W', in one pass over the weights (models/kernels/merging.py); elsewhere torch does.
 """

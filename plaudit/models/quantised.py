@@ -6,7 +6,8 @@ A matrix is divided into blocks of 64 elements, in the order in which they lie i
     4 bits    w ≈ level[c] · s    c: the nearest of NF4's 16 levels       s = max |w|
 
 so a weight takes 1.0625 or 0.5625 bytes. A product is computed with the dequantised matrix, in the model's dtype: it is made in
-scratch memory, which all matrices of a model share, and not kept, so a backward pass makes it again. On a GPU one kernel makes it,
+scratch memory, which all matrices of a model share, and not kept, so a backward pass makes it again (the native engine
+keeps a copy while it samples, if there is room). On a GPU one kernel makes it,
 with its adapter's update (models/kernels/merging.py), elsewhere torch does.
 
 These few lines rather than a library: bitsandbytes, with which they agree bit for bit, is compiled for each platform.

@@ -74,8 +74,8 @@ class LoraSettings(Section):
     """Save full models with the update merged in; if false, only the adapter, which plaudit reads like any other model."""
 
     base_bits: Literal[4, 8] | None = None
-    """8 (int8) or 4 (NF4): bits per weight of the frozen linear layers (QLoRA), for models that do not fit otherwise. Every pass
-    takes more time. null: as in model.dtype, which embeddings, norms and head always are."""
+    """8 (int8) or 4 (NF4): bits per weight of the frozen linear layers (QLoRA), for models that do not fit otherwise. Passes
+    take more time. null: as in model.dtype, which embeddings, norms and head always are."""
 
     @model_validator(mode="after")
     def _require_merged_weights(self) -> "LoraSettings":

@@ -263,7 +263,8 @@ def _copied_weights(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, 
     room = max(0.0, COPIES_SHARE * left)
     phases: tuple[Phase, ...] = PHASES if recipe.rollout.lag else ("sampling",)
     if dequantised := 0.0 if recipe.rollout.lag else min(policy.dequantised, room):  # a copy that lags has them in its place
-        here.append(Need("engine: dequantised weights", phases, dequantised, part="sampling"))
+        fixed, elastic = (0.0, dequantised) if device.type == "cuda" else (dequantised, 0.0)  # of a GPU only what is free
+        here.append(Need("engine: dequantised weights", phases, fixed, elastic, part="sampling"))
         room -= dequantised
     by_onednn = resolve_dtype(recipe.model.dtype, device) == torch.bfloat16 and multiplies_bf16()  # for any number of rows
     packs = device.type == "cpu" and (by_onednn or _concurrent_sequences(recipe, device, processes) > STEP_ROWS)

@@ -238,6 +238,33 @@ def test_weights_kept_for_a_call_change_no_bit(tiny_models, bits, monkeypatch):
     assert 0 < kept[1] < every
 
 
+def test_an_engine_keeps_what_it_has_room_for(tiny_models, monkeypatch):
+    """Of its own accord, and its cache has less room for it; none at all if the memory turns out to be taken."""
+    engine, kept, prefill = NativeEngine(load(tiny_models["qwen2"]).model, None), [], Forward.prefill
+
+    def watch_prefill(forward: Forward, *arguments: Any) -> None:
+        kept.append((forward.kept_bytes, engine._cache_budget()))
+        prefill(forward, *arguments)
+
+    def sample() -> bytes:
+        (found,) = engine.generate([Request("p", np.array([5, 9, 200, 31]), 1)], Sampling(12))
+        return found.sampler_logprobs.tobytes()
+
+    monkeypatch.setattr(Forward, "prefill", watch_prefill)
+    budget, every = engine._cache_budget(), sum(fused.bytes_to_keep for fused in fused_decoder(engine).products)
+    expected = sample()
+
+    def none_left(*_, **options: Any) -> torch.Tensor:
+        if options.get("dtype") is torch.uint8:
+            raise torch.OutOfMemoryError
+        return empty(*_, **options)
+
+    empty = torch.empty
+    monkeypatch.setattr("plaudit.rollout.native.decoder.torch.empty", none_left)
+    assert sample() == expected
+    assert kept == [(every, pytest.approx(budget - every / 2, abs=2)), (0, budget)]
+
+
 def test_graphs_do_not_outlive_the_weights_that_they_read(tiny_models, monkeypatch):
     """A captured step has the addresses of its weights: of kept ones too, which may be elsewhere in the next call."""
     engine, cleared = NativeEngine(load(tiny_models["qwen2"]).model, None), []

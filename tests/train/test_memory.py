@@ -417,7 +417,7 @@ def test_the_engine_keeps_dequantised_weights_where_they_are_a_small_part_of_wha
         tree = rl_recipe(seven_billion, prompts_file, tmp_path / "run", reward, model=model, **sections)
         recipe = load_recipe(write_recipe(tmp_path / "7b.yaml", {"stage": "rl", **tree})).recipe
         budget = plan_devices(recipe, [20], processes=Processes(kind="cuda", memory=memory))["cuda"]  # pyright: ignore
-        return {need.name: need.fixed for need in budget.needs if "sampling" in need.phases}
+        return {need.name: need.fixed + need.elastic for need in budget.needs if "sampling" in need.phases}
 
     whole = 2 * 28 * (3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 3584 * 18_944)
     large, small = needs(H200), needs(24e9)

@@ -28,6 +28,7 @@ from plaudit.rollout.native.attention import DecodeStep, PrefillStep, ScoringSte
 from plaudit.rollout.native.cpu_linear import prepack_linear
 from plaudit.rollout.native.cpu_ops import product as few_rows_product
 
+ALIGNED_BYTES = 512  # as torch aligns tensors: a product's order of sums may depend on it
 MAX_POSITIONS = 1 << 17  # rotary tables are computed up to here in advance, beyond only as needed
 
 
@@ -79,16 +80,17 @@ class _Fused:
             return self.kept
         return self._merged.weight_OI if self._weight is None else self._weight  # pyright: ignore
 
-    def keep(self) -> None:
-        self.kept = self.weight.clone()
+    def keep(self, memory: Tensor) -> None:
+        like = self.memory
+        self.kept = memory.view(like.dtype)[: like.numel()].view(like.shape).copy_(self.weight)
 
     @property
     def bytes_to_keep(self) -> int:
-        return self.memory.nbytes if isinstance(self._merged, QuantisedProduct) else 0
+        return -(-self.memory.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES if isinstance(self._merged, QuantisedProduct) else 0
 
     @property
     def memory(self) -> Tensor:
-        """Where the weight is when it is used."""
+        """Where the weight is when it is used, or made."""
         return self._merged.memory_OI() if isinstance(self._merged, QuantisedProduct) else self.weight
 
     def __call__(self, x_TD: Tensor) -> Tensor:
@@ -133,6 +135,7 @@ class FusedDecoder:
         self.layers: list[_Layer] = []
         self.rotation: tuple[Tensor, Tensor] | None = None
         self._addresses: list[tuple[int, torch.dtype]] = []
+        self.kept_bytes = 0
         self._kept_at: list[int | None] = []
 
     def refresh(self, longest: int) -> bool:
@@ -185,20 +188,24 @@ class FusedDecoder:
         """Make as many weights of a quantised base as fit into some bytes, so that no step has to; they have the same bits. True if
         they are elsewhere than those of the last call."""
         self.drop_copies()
+        places: list[tuple[_Fused, int]] = []
         for fused in self.products:
             if 0 < fused.bytes_to_keep <= room - self.kept_bytes:
-                try:
-                    fused.keep()
-                except torch.OutOfMemoryError:  # others have taken what should have been there
-                    break
+                places.append((fused, self.kept_bytes))
+                self.kept_bytes += fused.bytes_to_keep
+        try:
+            # In one piece, which is likely to be where it was in the last call, so that captured graphs find the weights there.
+            memory = torch.empty(self.kept_bytes, dtype=torch.uint8, device=self.model.device)
+        except torch.OutOfMemoryError:  # others have taken what should have been there
+            places, self.kept_bytes, memory = [], 0, None
+        for fused, at in places:
+            assert memory is not None
+            fused.keep(memory[at : at + fused.bytes_to_keep])
         before, self._kept_at = self._kept_at, [None if fused.kept is None else fused.kept.data_ptr() for fused in self.products]
         return self._kept_at != before
 
-    @property
-    def kept_bytes(self) -> int:
-        return sum(fused.kept.nbytes for fused in self.products if fused.kept is not None)
-
     def drop_copies(self) -> None:
+        self.kept_bytes = 0
         for fused in self.products:
             fused.prepacked = fused.kept = None
 

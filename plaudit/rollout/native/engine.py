@@ -40,7 +40,7 @@ from plaudit.rollout.native.batch import (
     SamplingBuffers,
     device_sampling,
 )
-from plaudit.rollout.native.cache import KVCache
+from plaudit.rollout.native.cache import KVCache, unused_memory
 from plaudit.rollout.native.cpu_ops import computes_products
 from plaudit.rollout.native.drafts import STEP_ROWS, Draft, Drafter
 from plaudit.rollout.native.forward import Forward
@@ -167,8 +167,10 @@ class NativeEngine(Engine):
         return cache, cache.allocate(blocks, min_blocks=per_row + 1)
 
     def _begin(self, longest: int) -> None:
-        packs = self.packs or not computes_products(self.forward.shape.dtype)
-        self.forward.begin(longest, COPIES_SHARE * self._unused_memory(), packs=packs)
+        room, packs = COPIES_SHARE * self._unused_memory(), self.packs or not computes_products(self.forward.shape.dtype)
+        if self.device.type == "cuda":  # where nothing is packed, and what is free just now may decide: other copies change no bit
+            room = min(room, COPIES_SHARE * unused_memory(self.device))
+        self.forward.begin(longest, room, packs=packs)
 
     def _cache_budget(self) -> int:
         return int(CACHE_SHARE[self.device.type] * (self._unused_memory() - self.forward.kept_bytes))

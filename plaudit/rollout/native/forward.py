@@ -42,8 +42,8 @@ class Forward:
 
     def begin(self, longest: int, room: float = 0.0, *, packs: bool = True) -> None:
         """Start a call of the engine: since the last one the weights may have changed or moved. `room`: bytes that copies of
-        weights may take; `packs`: whether packed ones may be among them. What is free just now must not decide it, since packed
-        weights change the last bits of results."""
+        weights may take; `packs`: whether packed ones may be among them. What is free just now must not decide about these:
+        they change the last bits of results."""
         if self.model.device != self.shape.device:
             raise PlauditError(f"the model was moved to {self.model.device} after its engine was built: build a new one")
         if self.model.dtype != self.shape.dtype:

@@ -1131,16 +1131,57 @@ def test_draws_do_not_depend_on_the_batch(settings, monkeypatch):
         assert drawn(kernels, logits, state, sampling, frozenset())[1][:, 1].tolist() == together
 
 
+class Poisoned(kernels.draw._Found):
+    """What no program has written would replace the winner with the first token, if it were used."""
+
+    @staticmethod
+    def empty(rows: int, programs: int, device: torch.device) -> kernels.draw._Found:
+        found = EMPTY(rows, programs, device)
+        for field, value in zip(found, (1 << 30, 1 << 58, math.nan, 0), strict=True):
+            field.fill_(value)
+        return found
+
+
+EMPTY = kernels.draw._Found.empty
+
+
+@pytest.mark.grid(3)  # all
+@pytest.mark.parametrize(
+    ("rounds", "programs", "settings"),  # of the 4 tiles of a row two for each program, or one
+    [(1, 20, {"top_p": 0.05}), (2, 40, {"top_p": 0.5, "min_p": 0.3}), (2, 40, {"top_k": 60, "top_p": 0.4})],
+)
+def test_rounds_and_what_goes_on_after_them(rounds, programs, settings, monkeypatch):
+    monkeypatch.setattr(sampler, "TILE", 32)
+    monkeypatch.setattr(kernels.draw, "ROUNDS", rounds)
+    monkeypatch.setattr(kernels.draw, "PROGRAMS", programs)
+    monkeypatch.setattr(kernels.draw, "_Found", Poisoned)
+    logits, state = logits_of(120, ["usual", "nearly flat"] * 5, 6), state_of(10, 6)
+    logits[:, 0], state[:, POSITION] = logits.max(-1).values, 3  # kept, as soon as something takes it for the winner
+    check_draws(kernels, logits, state, **settings)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("settings", [SETTINGS[name] for name in ("plain", "top p", "zero p", "min p", "all")], ids=str)
+def test_a_step_with_an_infinite_logit_ends(settings, monkeypatch):
+    monkeypatch.setattr(sampler, "TILE", TILE)
+    logits, state = logits_of(TILE + 7, ["usual"], 3), state_of(1, 1)
+    logits[0, TILE + 2], state[:, POSITION] = math.inf, 3
+    _, results = drawn(kernels, logits, state, Sampling(max_new_tokens=1, **settings), END_TOKENS)
+    assert 0 <= results[0, 1] < TILE + 7
+    assert results[:, 2:].contiguous().view(torch.float32).isnan().all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [SETTINGS[name] for name in ("small p", "min p", "all, hot")], ids=str)
 def test_draws_do_not_depend_on_how_they_are_shared_out(settings, monkeypatch):
     """Among programs, and between their rounds and the one that goes on alone; small top-p excludes many winners in turn."""
+    monkeypatch.setattr(kernels.draw, "_Found", Poisoned)
     monkeypatch.setattr(sampler, "TILE", 64)
     logits, state = logits_of(600, ["usual", "nearly flat", "ties"], 8), state_of(3, 8)
     state[:, POSITION] = 3
     sampling = Sampling(max_new_tokens=1, **settings)
     found = []
-    for rounds, programs in ((3, 1024), (1, 1), (2, 24)):  # 16, 1 and 4 for a row
+    for rounds, programs in ((3, 1024), (1, 1), (2, 12)):  # 16, 1 and 4 for a row
         monkeypatch.setattr(kernels.draw, "ROUNDS", rounds)
         monkeypatch.setattr(kernels.draw, "PROGRAMS", programs)
         found.append(drawn(kernels, logits, state, sampling, frozenset())[1])

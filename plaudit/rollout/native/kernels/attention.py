@@ -27,7 +27,7 @@ from plaudit.rollout.native.prefixes import TILE_QUERIES, SharedPrefixes
 FEWEST_QUERY_ROWS = 16  # of a tensor core tile
 BYTES_PER_WARP = 4096  # of queries: one warp holds 16 heads of size up to 128 in bf16, so that no warp waits for another
 STAGES = 3
-PREFIX_WARPS, PREFIX_STAGES, PREFIX_PROGRAMS = 4, 3, 512
+PREFIX_WARPS, PREFIX_STAGES, PREFIX_PROGRAMS = 4, 5, 256  # the fastest of those tried (bench/README.md)
 MOST_PARTS = 32
 PROGRAMS, MOST_TOKENS = 512, 1024  # at least as many programs; at most as many tokens per part
 

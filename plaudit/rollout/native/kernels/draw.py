@@ -32,7 +32,7 @@ SUMS = tl.constexpr(5)  # numbers that `_read` leaves for each tile
 # In each round a winner is kept with a probability of at least top_p: at 0.9 one row in a thousand needs more than three rounds.
 # Without top-p there are two races at most, since only what min-p keeps takes part in the second.
 ROUNDS = 3
-PROGRAMS = 1024  # of a round, at least: they fill the device
+PROGRAMS = 1024  # of a round, if there are as many tiles: they fill the device
 
 
 def draw_and_advance(logits_BV: Tensor, rows_BC: Tensor, results_B4: Tensor, sampling: DeviceSampling) -> None:
@@ -58,7 +58,8 @@ def draw_and_advance(logits_BV: Tensor, rows_BC: Tensor, results_B4: Tensor, sam
         read, found = (sums_BT5, tokens_BT), None
         for _ in range(ROUNDS):
             last, found = found, _Found.empty(B, programs, logits_BV.device)
-            _narrow[(B, programs)](*logits, *read, *(last or found), *found, V, tiles, FIRST=last is None, **narrowed)
+            before = last or found  # the first round does not read it
+            _narrow[(B, programs)](*logits, *read, *before, *found, V, tiles, FIRST=last is None, **narrowed)
         assert found is not None
         _accept[(B,)](*logits, *read, *found, V, tiles, **narrowed)
     _settle[(B,)](
@@ -70,7 +71,7 @@ def draw_and_advance(logits_BV: Tensor, rows_BC: Tensor, results_B4: Tensor, sam
 
 
 class _Found(NamedTuple):
-    """What the programs of a round find."""
+    """What the programs of a round find; all but the winner undefined in rows without a sequence, or whose winner is kept."""
 
     winner_B: Tensor
     """With which the round begins; −1 − winner, if it is kept, whereupon nothing else is looked for."""
@@ -183,7 +184,7 @@ def _limits(numbers_ptr):
 
 @triton.jit
 def _totals(sums_ptr, tiles, temperature, MANY: tl.constexpr, FLOOR: tl.constexpr):
-    """The greatest logit, and how many multiples of 2^-40 are exp((z − greatest) / τ) = 1; integers, as in sampler.keep_likely."""
+    """The greatest logit, and how many units of 2^-40 its probability is; sums of units are exact, as in sampler.keep_likely."""
     tile = tl.arange(0, MANY)
     peaks = tl.load(sums_ptr + tile * SUMS, mask=tile < tiles, other=-float("inf"))
     odds_of_tiles = tl.load(sums_ptr + tile * SUMS + (4 if FLOOR else 2), mask=tile < tiles, other=0.0)
@@ -193,9 +194,10 @@ def _totals(sums_ptr, tiles, temperature, MANY: tl.constexpr, FLOOR: tl.constexp
 
 @triton.jit
 def _is_kept(z, above, greatest, temperature, log_min_p, has_top_p, allowed):
-    """A token with logit z and `above` above it. The greatest is, whatever the settings, and NaN, so that a search ends."""
+    """A token with logit z and `above` above it. The greatest is, whatever the settings, and any token if the greatest logit is
+    infinite or NaN: then none is faster than others, and a search would not end."""
     likely = ((z - greatest) / temperature >= log_min_p) & ((above < allowed) | ~has_top_p)
-    return likely | ~(z < greatest)
+    return likely | ~(z < greatest) | (greatest == float("inf"))
 
 
 @triton.jit
