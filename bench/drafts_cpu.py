@@ -7,9 +7,9 @@ Three kinds of text: `copy` (a text stands twice in the prompt and begins a thir
 greedy and at temperature 1, with 1, 4 and 16 sequences at a time. The end token is ignored. Times are CPU seconds, which other load
 changes less than seconds; runs with and without drafts alternate, and the best of each counts. Samples must be the same to the bit.
 
---free-rows N drafts N tokens for every sequence in every step, however unlikely they are right: the steps that are left are what
-drafts could gain where further rows cost nothing, as on a GPU that reads its weights for a few sequences. The seconds then say
-nothing, and bits are not compared.
+--free-rows N makes all drafts that are found, however unlikely they are right, up to N for each of the most sequences that a run
+has: the steps that are left are what drafts could gain where further rows cost nothing, as on a GPU that reads its weights for a
+few sequences. The seconds then say nothing, and bits are not compared.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--sequences", nargs="+", type=int, default=list(COUNTS), choices=list(COUNTS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--free-rows", type=int, metavar="N", help="draft N tokens for every sequence in every step")
+    parser.add_argument("--free-rows", type=int, metavar="N", help="make all drafts, up to N times as many as sequences")
     args = parser.parse_args()
     if args.free_rows:
         drafts.STEP_ROWS = native.STEP_ROWS = max(args.sequences) * (1 + args.free_rows)

@@ -32,6 +32,7 @@ from plaudit.models.heads import Heads, block_tokens
 from plaudit.rollout.engine import Request, Sampling
 from plaudit.rollout.native import kernels
 from plaudit.rollout.native.cache import CacheShape, KVCache
+from plaudit.rollout.native.kernels import attention as attention_kernels
 from plaudit.rollout.native.prefixes import WORTHWHILE_BYTES, SharedPrefixes
 
 HEADS = {"0.5B": Heads(14, 2, 64), "1.5B": Heads(12, 2, 128), "7B": Heads(28, 4, 128)}
@@ -147,7 +148,8 @@ def main() -> None:
         if args.out is not None:
             append(args.out / "gpu_prefixes.jsonl", {"about": about, **what, **found})
 
-    print(f"{about}; worthwhile from {WORTHWHILE_BYTES / 1e6:g} MB on\n\n## Attention of one layer, µs\n")
+    tuned = f"{attention_kernels.PREFIX_WARPS} warps, {attention_kernels.PREFIX_STAGES} stages"
+    print(f"{about}; {tuned}; worthwhile from {WORTHWHILE_BYTES / 1e6:g} MB on\n\n## Attention of one layer, µs\n")
     print("| | prompts × samples | prompt + own tokens | MB not read | tiles | row by row | by tiles | ratio | same bits |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for model, (prompts, samples), (length, own) in [("0.5B", (2, 3), (80, 20))] if args.tiny else product(HEADS, WORK, LENGTHS):
