@@ -7,7 +7,7 @@ E_v / exp(z_v/τ), E standard exponential, and the first one wins. That takes on
 Top-k, top-p and min-p keep every token above some logit. For these, `_read` lets all tokens race at once, or the top k. A round
 (`_narrow`) sums what is above the winner, which says whether it is kept, and repeats the race among these tokens in case it is not:
 then no token below the winner is kept either. The next round begins with its outcome. All programs of a row work on each round;
-`_accept` goes on alone, after as many rounds as nearly all rows need.
+`_accept` continues alone, after as many rounds as nearly all rows need.
 """
 
 # A launch takes arguments that the kernel does not declare.
