@@ -262,7 +262,7 @@ def _copied_weights(recipe: RLRecipe, device: torch.device, policy: MemoryPlan, 
     left = processes.available(device.type, device.type) - sum(need.fixed for need in held if "sampling" in need.phases)
     room = max(0.0, COPIES_SHARE * left)
     phases: tuple[Phase, ...] = PHASES if recipe.rollout.lag else ("sampling",)
-    if dequantised := 0.0 if recipe.rollout.lag else min(policy.dequantised, room):  # a copy that lags has them in its place
+    if dequantised := 0.0 if recipe.rollout.lag else min(policy.dequantised, room):  # with lag it samples a copy that is not
         fixed, elastic = (0.0, dequantised) if device.type == "cuda" else (dequantised, 0.0)  # of a GPU only what is free
         here.append(Need("engine: dequantised weights", phases, fixed, elastic, part="sampling"))
         room -= dequantised

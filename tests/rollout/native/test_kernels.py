@@ -1150,7 +1150,7 @@ EMPTY = kernels.draw._Found.empty
     ("rounds", "programs", "settings"),  # of the 4 tiles of a row two for each program, or one
     [(1, 20, {"top_p": 0.05}), (2, 40, {"top_p": 0.5, "min_p": 0.3}), (2, 40, {"top_k": 60, "top_p": 0.4})],
 )
-def test_rounds_and_what_goes_on_after_them(rounds, programs, settings, monkeypatch):
+def test_rounds_and_the_search_after_them(rounds, programs, settings, monkeypatch):
     monkeypatch.setattr(sampler, "TILE", 32)
     monkeypatch.setattr(kernels.draw, "ROUNDS", rounds)
     monkeypatch.setattr(kernels.draw, "PROGRAMS", programs)
@@ -1174,7 +1174,8 @@ def test_a_step_with_an_infinite_logit_ends(settings, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [SETTINGS[name] for name in ("small p", "min p", "all, hot")], ids=str)
 def test_draws_do_not_depend_on_how_they_are_shared_out(settings, monkeypatch):
-    """Among programs, and between their rounds and the one that goes on alone; small top-p excludes many winners in turn."""
+    """Among programs, and between the rounds and the search that a single program continues; a small top-p excludes many winners in
+    turn."""
     monkeypatch.setattr(kernels.draw, "_Found", Poisoned)
     monkeypatch.setattr(sampler, "TILE", 64)
     logits, state = logits_of(600, ["usual", "nearly flat", "ties"], 8), state_of(3, 8)

@@ -57,9 +57,9 @@ def draw_and_advance(logits_BV: Tensor, rows_BC: Tensor, results_B4: Tensor, sam
         narrowed = {"MANY": many, "PROGRAMS": programs, "FLOOR": has_floor, "num_warps": 8} | shape
         read, found = (sums_BT5, tokens_BT), None
         for _ in range(ROUNDS):
-            last, found = found, _Found.empty(B, programs, logits_BV.device)
-            before = last or found  # the first round does not read it
-            _narrow[(B, programs)](*logits, *read, *before, *found, V, tiles, FIRST=last is None, **narrowed)
+            before, found = found, _Found.empty(B, programs, logits_BV.device)
+            placeholder = before or found  # the first round reads nothing of an earlier one
+            _narrow[(B, programs)](*logits, *read, *placeholder, *found, V, tiles, FIRST=before is None, **narrowed)
         assert found is not None
         _accept[(B,)](*logits, *read, *found, V, tiles, **narrowed)
     _settle[(B,)](
@@ -71,15 +71,15 @@ def draw_and_advance(logits_BV: Tensor, rows_BC: Tensor, results_B4: Tensor, sam
 
 
 class _Found(NamedTuple):
-    """What the programs of a round find; all but the winner undefined in rows without a sequence, or whose winner is kept."""
+    """What the programs of a round find. Undefined in rows without a sequence; where the winner is kept, only it is defined."""
 
     winner_B: Tensor
-    """With which the round begins; −1 − winner, if it is kept, whereupon nothing else is looked for."""
+    """The token that the round begins with; as −1 − token, if it is known to be kept, which ends the search."""
     above_BP: Tensor
     """The probability of tokens above the winner, in multiples of 2^-40."""
     speed_BP: Tensor
     fastest_BP: Tensor
-    """The fastest token above the winner that min-p keeps, and its speed."""
+    """The fastest token above the winner of those that min-p keeps, after its speed."""
 
     @staticmethod
     def empty(rows: int, programs: int, device: torch.device) -> "_Found":
@@ -262,7 +262,7 @@ def _narrow(
         tile = tl.arange(0, MANY)
         speed = tl.load(sums_ptr + tile * SUMS + 3, mask=tile < tiles, other=-float("inf"))
         winner = tl.load(tokens_ptr + row * tiles + tl.argmax(speed, 0))
-        kept = winner < 0
+        kept = winner < 0  # false: it is not known yet
     else:
         winner, kept = _after_round(
             logits_ptr, last_winner_ptr + row, last_above_ptr + at, last_speed_ptr + at, last_fastest_ptr + at,
@@ -290,7 +290,7 @@ def _accept(
     logits_ptr, logits_stride, rows_ptr, numbers_ptr, sums_ptr, tokens_ptr, winner_ptr, above_ptr, speed_ptr, fastest_ptr, V, tiles,
     COLUMNS: tl.constexpr, TILE: tl.constexpr, MANY: tl.constexpr, PROGRAMS: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """Replace the winner of all with the one of the rounds; with more of them, if it is not known to be kept."""
+    """Put the result of the rounds in the place of the first winner; if it is not known to be kept, search on until one is."""
     row = tl.program_id(0).to(tl.int64)
     rows_ptr += row * COLUMNS
     if tl.load(rows_ptr + 1) < 0:
